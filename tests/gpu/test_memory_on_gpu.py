@@ -1,5 +1,6 @@
 """Planned bytes against the allocator's count while a real policy takes a step on the GPU."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,11 @@ def make_sequence(model: ModelSpec) -> TokenSequence:
 
 def measure_step(model: ModelSpec, settings: ModelSettings, parallel: ParallelSettings) -> tuple[int, int, int]:
     """Return the bytes that policy and optimizer hold, the bytes that the plan counts for them, and
-    the additional peak bytes of a step."""
+    the additional peak bytes of a step.
+
+    Policies of earlier tests are collected first: they would be freed during the measurement.
+    """
+    gc.collect()
     before = torch.cuda.memory_allocated()
     policy = Policy(
         settings, build_layout(parallel, seed=0), training=TrainingSettings(parallel=parallel, optim=OptimSettings(), num_steps=2),
@@ -56,7 +61,9 @@ def measure_step(model: ModelSpec, settings: ModelSettings, parallel: ParallelSe
     torch.cuda.reset_peak_memory_stats()
     step()
     counted = held.param_bytes + held.grad_bytes + held.main_weight_bytes + held.moment_bytes
-    return resident - before, counted, torch.cuda.max_memory_allocated() - resident
+    taken = torch.cuda.max_memory_allocated() - resident
+    policy.close()
+    return resident - before, counted, taken
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -1,7 +1,7 @@
 """The policy on a GPU: the variable-length attention kernel, fp32 against HF on a CPU, and bfloat16
 layers (ours and Transformer Engine's) against HF."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,6 @@ import torch
 from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.batching.packing import pack
 from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.policy.attention import Segments, packed_attention
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.network import TrainingSettings
@@ -20,25 +19,26 @@ from megatron_rl.rollout.renderer import Renderer
 from tests.support.hf_reference import compute_hf_logits
 from tests.support.packed_example import make_example_items
 from tests.support.parallel_layouts import full_logits
+from tests.support.single_process_policy import close_with_world, single_process_world
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def make_policy(random_model: Path) -> Callable[..., Policy]:
-    connect(read_world(), timeout_s=120)
-    layout = build_layout(ParallelSettings(), seed=0)
-    renderer = Renderer(ModelSettings(path=str(random_model)))
+def make_policy(random_model: Path) -> Iterator[Callable[..., Policy]]:
+    with single_process_world():
+        layout = build_layout(ParallelSettings(), seed=0)
+        renderer = Renderer(ModelSettings(path=str(random_model)))
 
-    def make(dtype: str, *, lora: LoraSettings | None = None, lr: float = 1e-3, **parallel: object) -> Policy:
-        return Policy(
-            ModelSettings(path=str(random_model), dtype=dtype), layout,
-            training=TrainingSettings(parallel=ParallelSettings(**parallel), optim=OptimSettings(lr=lr), num_steps=1,
-                lora=lora or LoraSettings()),
-            special_tokens=renderer.special_tokens,
-        )  # fmt: skip
+        def make(dtype: str, *, lora: LoraSettings | None = None, lr: float = 1e-3, **parallel: object) -> Policy:
+            return close_with_world(Policy(
+                ModelSettings(path=str(random_model), dtype=dtype), layout,
+                training=TrainingSettings(parallel=ParallelSettings(**parallel), optim=OptimSettings(lr=lr), num_steps=1,
+                    lora=lora or LoraSettings()),
+                special_tokens=renderer.special_tokens,
+            ))  # fmt: skip
 
-    return make
+        yield make
 
 
 def logits(policy: Policy, folder: Path) -> torch.Tensor:

@@ -105,7 +105,7 @@ def compute_gradients(policy: Policy, batches: list[MicroBatch]) -> dict[str, to
 
     def summed(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
         value, _ = weighted_nll(make_loss_inputs(batch, rows_R, *policy._logprob_and_entropy(batch, rows_R, hidden_RH)))
-        return value, torch.tensor(batch.denominator, dtype=torch.int), {}
+        return value, value.new_full((), batch.denominator, dtype=torch.int), {}
 
     for chunk in policy.network.chunks:
         chunk.config.finalize_model_grads_func = reduce_whole_gradients
@@ -117,14 +117,14 @@ def compute_gradients(policy: Policy, batches: list[MicroBatch]) -> dict[str, to
         chunk.config.finalize_model_grads_func = finalize_model_grads
     live = policy.hf_iterator.parameters
     policy.hf_iterator.parameters = {name: p.main_grad if p.requires_grad else torch.zeros_like(p) for name, p in live.items()}
-    named = {name: gradient.clone() for name, gradient in policy.hf_weights()}
+    named = {name: gradient.cpu().clone() for name, gradient in policy.hf_weights()}
     policy.hf_iterator.parameters = live
     return named
 
 
 def make_policy(model: Path, renderer: Renderer, layout: Layout, case: LayoutCase, *, lr: float, eps: float) -> Policy:
     return Policy(
-        ModelSettings(path=str(model)), layout,
+        ModelSettings(path=str(model), dtype="float32"), layout,
         training=TrainingSettings(parallel=case.parallel_settings(), optim=OptimSettings(lr=lr, eps=eps), num_steps=3),
         special_tokens=renderer.special_tokens, temperature=0.7, bucket_mib=case.bucket_mib,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def train_steps(policy: Policy, contexts: list[PackItem], *, num_steps: int, max
     """
     loss = make_policy_objective(AlgoSettings(entropy_coef=0.1))
     metrics = [policy.update(policy.pack(contexts, max_tokens=max_tokens), loss, step=step) for step in range(num_steps)]
-    change = {name: tensor - initial.read(name) for name, tensor in policy.hf_weights()}
+    change = {name: tensor.cpu() - initial.read(name) for name, tensor in policy.hf_weights()}
     return {"loss": [m["loss"] for m in metrics], "grad_norm": [m["grad_norm"] for m in metrics], "change": change}
 
 
@@ -155,7 +155,7 @@ def digest_parameters(policy: Policy) -> list[tuple[str, str]]:
         tied = policy.network.chunks[0].share_embeddings_and_output_weights
         what = local.replace("embedding.word_embeddings", "output_layer") if tied else local
         cut = f"tp{placement.tp_rank}" if parameter.tensor_model_parallel else ""
-        found.append((f"{what} {place} {cut}", hashlib.sha256(parameter.detach().numpy().tobytes()).hexdigest()))
+        found.append((f"{what} {place} {cut}", hashlib.sha256(parameter.detach().cpu().numpy().tobytes()).hexdigest()))
     return found
 
 
@@ -180,17 +180,22 @@ def run_layout(models: Path, out: Path, text: str) -> None:
     case = LayoutCase.parse(text)
     model, layout = models / case.model, build_layout(case.parallel_settings(), seed=0)
     renderer, contexts = make_example(model)
-    positions = read_spec(model).rope_positions
-    whole = pack(contexts, image_token_id=renderer.image_token_id, positions=positions, multiple_of=case.tp)  # in order, no shared prompts
     stored = HfTensors(model)
     policy = make_policy(model, renderer, layout, case, lr=0.1, eps=1e-4)
-    result: dict[str, object] = {"logits": full_logits(policy, whole), "mask": whole.mask_T, "sent": {}, "padding": []}
+    whole = pack(
+        contexts, image_token_id=renderer.image_token_id, positions=read_spec(model).rope_positions, multiple_of=case.tp,
+        device=policy.network.device,
+    )  # fmt: skip  # in order, no shared prompts
+    logits = full_logits(policy, whole)
+    result: dict[str, object] = {
+        "logits": None if logits is None else logits.cpu(), "mask": whole.mask_T.cpu(), "sent": {}, "padding": [],
+    }  # fmt: skip
     if case.model == "odd":
-        result["sent"] = {name: tensor.clone() for name, tensor in policy.hf_weights()}
+        result["sent"] = {name: tensor.cpu().clone() for name, tensor in policy.hf_weights()}
     encoded = [None] * dist.get_world_size()
     dist.all_gather_object(encoded, (layout.pp_rank, layout.dp_rank, policy.network.chunks[0].num_images_encoded))
     result["encoded"], result["images"] = encoded, whole.grid_I3.shape[0]
-    result["logprobs"] = policy.logprobs([whole])[0]
+    result["logprobs"] = policy.logprobs([whole])[0].cpu()
     for cut, max_tokens in (("one", 10_000), ("each", 1)):
         result[f"gradients_{cut}"] = compute_gradients(policy, policy.pack(contexts, max_tokens=max_tokens))
     result["first_step"] = train_steps(policy, contexts, num_steps=1, max_tokens=1, initial=stored)

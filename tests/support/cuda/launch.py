@@ -1,0 +1,50 @@
+"""Starts processes in which CUDA devices are emulated."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.support.free_port import free_port
+
+ROOT = Path(__file__).resolve().parents[3]
+SESSION = "tests.support.cuda.session"
+
+
+def _start(*arguments: object, **environment: object) -> subprocess.Popen[str]:
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **{name: str(value) for name, value in environment.items()}}
+    for name in [name for name in given if name.startswith("PYTEST_")]:
+        del given[name]  # those of pytest-xdist would make pytest a worker
+    command = [sys.executable, "-m", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run_tests(*arguments: str, timeout_s: float) -> None:
+    """Run pytest in a process with emulated devices. Fails with its output if a test fails."""
+    process = _start("pytest", "-q", "-W", "ignore", "-p", SESSION, "-p", "no:cacheprovider", *arguments)
+    _require_success(process, timeout_s=timeout_s)
+
+
+def run_world(num_ranks: int, script: Path, *arguments: object, timeout_s: float) -> None:
+    """Run a script on several ranks, each with an emulated device of its own. Fails with the output
+    of the ranks if one of them fails.
+    """
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    ranks = [_start("tests.support.cuda", script, *arguments, **place, RANK=rank, LOCAL_RANK=rank) for rank in range(num_ranks)]
+    until = time.monotonic() + timeout_s
+    try:
+        for rank in ranks:
+            _require_success(rank, timeout_s=until - time.monotonic())
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def _require_success(process: subprocess.Popen[str], *, timeout_s: float) -> None:
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+    assert process.returncode == 0, f"{process.args} exited {process.returncode}:\n{output[-8000:]}"
