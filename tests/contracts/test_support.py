@@ -15,8 +15,8 @@ SUPPORT = ROOT / "tests" / "support"
 
 def test_every_helper_is_listed_once() -> None:
     rows = [line.split("|")[1] for line in (SUPPORT / "README.md").read_text().splitlines() if line.startswith("| `")]
-    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-    assert sorted(listed) == sorted(path.stem for path in SUPPORT.glob("*.py"))
+    listed = [name for row in rows for name in re.findall(r"`([\w/]+)`", row)]
+    assert sorted(listed) == sorted(str(path.relative_to(SUPPORT).with_suffix("")) for path in SUPPORT.rglob("*.py"))
 
 
 def test_a_forked_script_has_the_default_start_method(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ MUTANTS = (
         "megatron_rl/policy/optimizer.py",
         "torch.set_num_threads(max(before, ",
         "torch.set_num_threads(min(before, ",
-        "tests/policy/test_offloaded_optimizer.py -k cores",
+        "-p tests.support.cuda.session tests/cuda/emulated/test_offloaded_optimizer.py -k cores",
     ),
     Mutant(
         "a branch sees its parent and nobody before",

@@ -36,7 +36,7 @@ def weights(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    return {name: tensor.cpu().numpy().tobytes() for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

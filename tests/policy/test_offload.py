@@ -1,7 +1,6 @@
 """Host buffers that are allocated once: restored contents, buffer addresses, and the reference
 policy's logprobs."""
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,26 +86,6 @@ def test_they_change_places_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> N
         copy.swap()
         assert bits(named) == expected
     assert places(copy) == room
-
-
-def test_memory_is_locked_once_a_storage_and_let_go_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host memory is pinned once per storage and unpinned when the copy is deleted."""
-    locked: list[tuple[int, int]] = []
-    freed: list[int] = []
-    monkeypatch.setattr(offload, "_is_on_host", lambda storage: True)
-    monkeypatch.setattr(offload, "pin_memory", lambda place, size: locked.append((place, size)))
-    monkeypatch.setattr(offload, "unpin_memory", freed.append)
-    copy = HostCopy(parameters().values())
-    expected = [(host.data_ptr(), host.numel()) for _, host in copy.pairs]
-    for _ in range(3):
-        copy.copy_to_host()
-        copy.free_device_memory()
-        copy.restore()
-        copy.swap()
-    assert locked == expected and freed == []
-    del copy
-    gc.collect()
-    assert freed == [place for place, _ in expected]
 
 
 def test_nothing_is_locked_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

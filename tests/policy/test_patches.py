@@ -133,7 +133,7 @@ def test_patches_of_as_many_micro_batches_exist_as_the_plan_counts(
         policy, renderer = make_policy_and_renderer(random_model, OptimSettings(lr=1e-3))
         contexts = make_example_items(renderer) * 3
         policy.network._patches = patches_of
-        monkeypatch.setattr(patches, "torch", SimpleNamespace(empty=watched))
+        monkeypatch.setattr(patches, "torch", SimpleNamespace(empty=watched, cuda=torch.cuda))
         played(policy, contexts, is_read=is_read)
     assert len(joined) > 4 and len(made) > len(joined), "several pictures in a micro-batch"
     assert max(seen) == (NUM_PREFETCHED_MICRO_BATCHES, 1) and num_alive(joined) == num_alive(made) == 0
@@ -143,10 +143,10 @@ def played(policy: Policy, contexts: list, *, is_read: bool) -> object:
     batches = policy.pack(contexts, max_tokens=200)
     assert len(batches) > 2 and sum(bool(batch.images) for batch in batches) > 1
     if is_read:
-        result = [said.numpy().tobytes() for said in policy.logprobs(batches)]
+        result = [said.cpu().numpy().tobytes() for said in policy.logprobs(batches)]
     else:
         policy.update(batches, make_policy_objective(AlgoSettings()), step=0)
-        result = {name: tensor.numpy().tobytes() for name, tensor in policy.hf_weights()}
+        result = {name: tensor.cpu().numpy().tobytes() for name, tensor in policy.hf_weights()}
     assert {batch.patch_PC for batch in batches} == {None}
     return result
 

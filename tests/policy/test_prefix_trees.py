@@ -46,9 +46,9 @@ def said(policy: Policy, *batches: MicroBatch) -> tuple[torch.Tensor, dict[str, 
     def summed(given: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
         seen.append(torch.stack([*policy._logprob_and_entropy(given, rows_R, hidden_RH), policy._value_R(given, rows_R, hidden_RH)]))
         last = sum(part.shape[1] for part in seen)
-        weight_R = torch.arange(last - seen[-1].shape[1] + 1.0, last + 1)
+        weight_R = torch.arange(last - seen[-1].shape[1] + 1.0, last + 1, device=hidden_RH.device)
         weight_3R = torch.stack([weight_R, 3 * weight_R, 7 * weight_R]).cos()
-        return (seen[-1] * weight_3R).sum(), torch.tensor(int(len(seen) == 1), dtype=torch.int), {}
+        return (seen[-1] * weight_3R).sum(), hidden_RH.new_full((), int(len(seen) == 1), dtype=torch.int), {}
 
     with megatron_on_cpu():
         for chunk in policy.network.model:
@@ -63,7 +63,7 @@ def compared(policy: Policy, renderer: Renderer) -> Callable[[list[list[str]]], 
         name: renderer.prompt([user_message("", make_picture(*given))]).images[0]
         for name, given in (("a", (1, 112, 56)), ("b", (2, 56, 56)))
     }
-    how = {"image_token_id": renderer.image_token_id, "positions": policy.spec.rope_positions}
+    how = {"image_token_id": renderer.image_token_id, "positions": policy.spec.rope_positions, "device": policy.network.device}
 
     def compare(trees: list[list[str]]) -> None:
         contexts = [grown(["1", *parts, "x"], shown, renderer) for parts in trees]
@@ -109,7 +109,7 @@ def test_a_chain_of_turns_in_several_micro_batches(random_model: Path) -> None:
             contexts[-1].extend(list(range(100, 98 + 3 * turn)))
             contexts[-1].extend([98 + 3 * turn, 99 + 3 * turn], logprobs=[-1.0, -1.0])
         loads = pack_costs([PackItem(each) for each in contexts], renderer.image_token_id, share_prompts=True)
-        how = {"image_token_id": renderer.image_token_id, "positions": policy.spec.rope_positions}
+        how = {"image_token_id": renderer.image_token_id, "positions": policy.spec.rope_positions, "device": policy.network.device}
         (whole,), parts = ([pack(part, **how, share_prompts=True) for part in split_by_cost(loads, room)] for room in (150 * 50, 150))
         assert whole.num_tokens == 150 and 3 <= len(parts) <= 8 and all(part.num_tokens <= 150 for part in parts)
         (ours, gradients), (theirs, expected) = said(policy, *parts), said(policy, whole)

@@ -5,7 +5,7 @@ tests/cuda/test_emulated_device.py, on two ranks of tests.support.cuda.
 
 Writes the result of each layout (see parallel_layouts.py), and world.json with
 
-- waits: the waits of the host in an update with tp 2 and sequence parallelism;
+- waits: the waits of the host in an update with tp 2 and sequence parallelism, and what is expected;
 - collectives: the number of collectives and messages on device tensors by name in two such updates;
 - mistakes: the error of each planted collective on this rank, by mistake.
 """
@@ -24,7 +24,7 @@ from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.policy.parallel import build_layout
 from tests.support.cuda import process_group
 from tests.support.parallel_layouts import destroy_layout, run_layout
-from tests.support.update_waits import count_update_waits
+from tests.support.update_waits import UPDATE_WAITS, count_update_waits
 
 
 def reduce_on_rank_zero_only() -> None:
@@ -83,7 +83,9 @@ def main() -> None:
     destroy_layout(policy)
     mistakes = run_mistakes()
     if dist.get_rank() == 0:
-        (out / "world.json").write_text(json.dumps({"waits": waits, "collectives": collectives, "mistakes": mistakes}, indent=1))
+        (out / "world.json").write_text(
+            json.dumps({"waits": waits, "expected_waits": UPDATE_WAITS, "collectives": collectives, "mistakes": mistakes}, indent=1)
+        )
     dist.destroy_process_group()
 
 

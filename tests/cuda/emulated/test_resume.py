@@ -3,6 +3,7 @@
 Equality is exact.
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron_rl.algo.value import make_value_objective, shared_value_loss
 from megatron_rl.config import AlgoSettings, CriticSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.network import TrainingSettings
+from megatron_rl.policy.offload import HostCopy
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.trainable_model import TrainableModel
@@ -132,3 +134,24 @@ def test_a_critic_with_its_own_backbone_resumes(random_model: Path, tmp_path: Pa
         trainer.policy()
         first, second = assert_resumes(trainer, trainer.critic, tmp_path)
         assert all(torch.equal(a, b) for a, b in zip(first.values(trainer.batches), second.values(trainer.batches), strict=True))
+
+
+def test_host_memory_is_page_locked_for_as_long_as_it_is_used() -> None:
+    """Two parameters that share a storage leave the device and come back to the bit; their memory
+    on the device is freed, and that on the host is page-locked until the copy is deleted."""
+    numbers = torch.randn(2**20, device="cuda")
+    named = [torch.nn.Parameter(view, requires_grad=False) for view in (numbers[4:24].view(4, 5), numbers[10:50].view(8, 5).t()[:, ::2])]
+    before, held = [parameter.cpu() for parameter in named], torch.cuda.memory_allocated()
+    copy = HostCopy(named)
+    (host,) = [buffer for _, buffer in copy.pairs]
+    for _ in range(3):
+        copy.copy_to_host()
+        copy.free_device_memory()
+        assert held - torch.cuda.memory_allocated() == 4 * 2**20
+        copy.restore()
+        copy.swap()
+        assert all(torch.equal(parameter.cpu(), truth) for parameter, truth in zip(named, before, strict=True))
+    assert host.is_pinned() and torch.cuda.memory_allocated() == held
+    del copy
+    gc.collect()
+    assert not host.is_pinned()

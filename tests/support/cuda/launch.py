@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.support.cuda.build import build_library
 from tests.support.free_port import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -16,6 +17,7 @@ def _start(*arguments: object, **environment: object) -> subprocess.Popen[str]:
     given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **{name: str(value) for name, value in environment.items()}}
     for name in [name for name in given if name.startswith("PYTEST_")]:
         del given[name]  # those of pytest-xdist would make pytest a worker
+    build_library()  # once, before several processes need it
     command = [sys.executable, "-m", *map(str, arguments)]
     return subprocess.Popen(command, cwd=ROOT, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

@@ -1,14 +1,8 @@
-"""Megatron's optimizer on the host (parallel.offload_optimizer), tested without a GPU on copies as
-made for GPU parameters.
-
-Stubs replace everything that needs a device: streams, pinned memory, and the check that a parameter
-is on CUDA.
-"""
+"""Megatron's optimizer on the host (parallel.offload_optimizer). test_resume.py resumes it."""
 
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +12,6 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.config import AlgoSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.policy import network, optimizer
 from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
@@ -33,41 +26,8 @@ def world() -> Iterator[None]:
         yield
 
 
-class Stream:
-    """A stub of a CUDA stream on which all work is already done."""
-
-    def wait_stream(self, other: "Stream") -> None: ...
-
-    def record_event(self) -> "Stream":
-        return self
-
-    def wait(self, other: "Stream") -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-def copied(self: HybridDeviceOptimizer, fraction: float) -> tuple:
-    """Give every parameter a copy that is stepped, as hybrid_optimizer.py does for CUDA parameters
-    at a fraction of 1."""
-    assert fraction == 1.0
-    copies = {param: param.detach().clone() for group in self.param_groups for param in group["params"]}
-    groups = [group | {"params": [copies[param] for param in group["params"]]} for group in self.param_groups if group["params"]]
-    return groups, [], copies, {copy: param for param, copy in copies.items()}, {}
-
-
-@pytest.fixture
-def offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the optimizer of every policy built from now on on the host."""
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", copied)
-    monkeypatch.setattr(optimizer, "OptimizerConfig", partial(optimizer.OptimizerConfig, pin_cpu_grads=False, pin_cpu_params=False))
-    build = optimizer.build_optimizer
-    monkeypatch.setattr(network, "build_optimizer", lambda *given, offload, **named: build(*given, offload=True, **named))
-
-
-def policy_of(model: Path, dtype: str = "bfloat16") -> Policy:
-    settings, parallel = ModelSettings(path=str(model), dtype=dtype), ParallelSettings()
+def policy_of(model: Path, dtype: str = "bfloat16", *, offload: bool = True) -> Policy:
+    settings, parallel = ModelSettings(path=str(model), dtype=dtype), ParallelSettings(offload_optimizer=offload)
     renderer = Renderer(settings)
     return close_with_world(
         Policy(
@@ -88,30 +48,7 @@ def main_weights(policy: Policy) -> list[torch.Tensor]:
     return [main.clone() for group in part.optimizer.param_groups for main in group["params"]]
 
 
-def bits(policy: Policy) -> dict[str, bytes]:
-    return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in policy.hf_weights()}
-
-
-def test_a_resumed_run_is_the_unbroken_one(world: None, offloaded: None, random_model: Path, tmp_path: Path) -> None:
-    """After two steps and a checkpoint, two more steps give the same weights, bit for bit, in the
-    running policy and in a policy resumed from the checkpoint."""
-    whole, resumed = policy_of(random_model), policy_of(random_model)
-    assert isinstance(whole.network.optimizer.chained_optimizers[0].optimizer, HybridDeviceOptimizer)
-    begun = bits(whole)
-    for number in range(2):
-        step(whole, random_model, number)
-    saved = bits(whole)
-    whole.save(tmp_path, background=False).finish()
-    resumed.load(tmp_path, seed=0)
-    assert bits(resumed) == saved != begun
-    for number in range(2, 4):
-        for policy in (whole, resumed):
-            step(policy, random_model, number)
-        assert bits(resumed) == bits(whole)
-    assert bits(whole) != saved
-
-
-def test_the_first_of_two_that_megatron_builds_is_gone(world: None, offloaded: None, random_model: Path) -> None:
+def test_the_first_of_two_that_megatron_builds_is_gone(world: None, random_model: Path) -> None:
     """The first of the two optimizers that Megatron builds is freed when the policy has been built.
 
     It pins every parameter and is a reference cycle, so it must be collected explicitly.
@@ -131,14 +68,10 @@ def num_alive() -> int:
     return sum(isinstance(each, HybridDeviceOptimizer) for each in gc.get_objects())
 
 
-def test_it_steps_as_the_optimizer_on_the_device_does(
-    world: None, random_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_it_steps_as_the_optimizer_on_the_device_does(world: None, random_model: Path) -> None:
     """One step changes the main weights as the optimizer on the device does, to rounding: torch's
     fused AdamW is another kernel."""
-    here = policy_of(random_model)
-    request.getfixturevalue("offloaded")
-    there = policy_of(random_model)
+    here, there = policy_of(random_model, offload=False), policy_of(random_model)
     begun = main_weights(here)
     for policy in (here, there):
         step(policy, random_model, 0)
@@ -156,9 +89,7 @@ def test_it_steps_on_its_share_of_the_nodes_cores(
     """
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(1)
-    here = policy_of(random_model)
-    request.getfixturevalue("offloaded")
-    there = policy_of(random_model)
+    here, there = policy_of(random_model, offload=False), policy_of(random_model)
     (part,) = there.network.optimizer.chained_optimizers
     (inner,) = part.optimizer.cpu_optimizers
     seen: list[int] = []
@@ -180,14 +111,14 @@ def test_it_steps_on_its_share_of_the_nodes_cores(
     step(here, random_model, 0)
 
 
-def test_its_kernel_is_the_fused_one(world: None, offloaded: None, random_model: Path) -> None:
+def test_its_kernel_is_the_fused_one(world: None, random_model: Path) -> None:
     """The optimizer uses the fused AdamW kernel, which Megatron requests (0.16.1,
-    optimizer/__init__.py). The optimizer on the device in the test above does not use it."""
+    optimizer/__init__.py)."""
     (part,) = policy_of(random_model).network.optimizer.chained_optimizers
     assert all(group["fused"] for inner in part.optimizer.cpu_optimizers for group in inner.param_groups)
 
 
-def test_moments_that_are_forgotten_are_forgotten_on_the_host(world: None, offloaded: None, random_model: Path) -> None:
+def test_moments_that_are_forgotten_are_forgotten_on_the_host(world: None, random_model: Path) -> None:
     """After a critic's warm-up, restarting the optimizer resets its state on the host and keeps the
     main weights."""
     warm = policy_of(random_model)
@@ -202,7 +133,7 @@ def test_moments_that_are_forgotten_are_forgotten_on_the_host(world: None, offlo
     assert len(inner.state) == len(kept)
 
 
-def test_it_takes_main_weights_alone(world: None, offloaded: None, random_model: Path) -> None:
+def test_it_takes_main_weights_alone(world: None, random_model: Path) -> None:
     """float32 parameters are rejected: megatron-core 0.16.1 cannot offload their optimizer, because
     their main weights are views of the parameters."""
     with pytest.raises(ValueError, match="parallel.offload_optimizer=True: needs model.dtype=bfloat16"):
