@@ -152,7 +152,7 @@ def _multi_tensor_l2_norm(_chunk_size: int, _noop_flag: torch.Tensor, lists: lis
 
     Has the interface of Megatron's local_multi_tensor_l2_norm (megatron-core 0.16.1, utils.py).
     """
-    return torch.stack(torch._foreach_norm(lists[0])).float().norm().view(1), None
+    return torch.nn.utils.get_total_norm(lists[0]).float().view(1), None
 
 
 @contextmanager

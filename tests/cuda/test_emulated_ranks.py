@@ -13,7 +13,10 @@ from tests.conftest import SUPPORT
 from tests.support.cuda import launch
 from tests.support.cuda.build import has_compiler
 
-pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++: the code for GPUs was NOT tested on emulated devices")
+pytestmark = [
+    pytest.mark.skipif(not has_compiler(), reason="no g++: the code for GPUs was NOT tested on emulated devices"),
+    pytest.mark.timeout(1000),  # half a minute on two idle cores
+]
 LAYOUTS = ["2,1,1,1,full,untied", "1,2,1,0,none,tied"]
 """tp, pp, vpp, sequence parallelism, recomputation, model."""
 LONG_LAYOUTS = ["1,1,1,0,full,untied", "1,2,2,0,none,untied", "2,1,1,1,none,qwen2_vl", "2,1,1,1,full,qwen3_vl", "1,2,1,0,none,qwen3_vl"]
@@ -32,8 +35,8 @@ def run_layouts(models: Path, out: Path, layouts: list[str], torchrun) -> tuple[
     """Return the results on a CPU and on emulated devices, by layout."""
     for where in ("cpu", "cuda"):
         (out / where).mkdir()
-    launch.run_world(2, SUPPORT / "emulated_ranks_world.py", models, out / "cuda", *layouts, timeout_s=250)
-    torchrun(2, SUPPORT / "parallel_layouts.py", models, out / "cpu", *layouts)
+    launch.run_world(2, SUPPORT / "emulated_ranks_world.py", models, out / "cuda", *layouts, timeout_s=600)
+    torchrun(2, SUPPORT / "parallel_layouts.py", models, out / "cpu", *layouts, timeout_s=300)
     return tuple({name: torch.load(out / where / f"{name}.pt", weights_only=True) for name in layouts} for where in ("cpu", "cuda"))
 
 

@@ -24,19 +24,20 @@ NUM_IMAGES, SIDE = 28, 64
 """Number of images and patches per side of an image. A token has four patches."""
 
 
-def make_sequence(model: ModelSpec) -> TokenSequence:
-    """Return a sequence of 30,804 tokens: 28 images of 1,024 tokens, some text, and 2,048 sampled
-    tokens."""
+def make_sequence(model: ModelSpec, *, num_images: int = NUM_IMAGES, num_sampled: int = NUM_SAMPLED) -> TokenSequence:
+    """Return a sequence of images of 1,024 tokens, some text, and sampled tokens: 30,804 tokens."""
     patch_PC = torch.randn(SIDE * SIDE, model.vision.patch_dim)
     sequence = TokenSequence()
-    for number in range(NUM_IMAGES):
+    for number in range(num_images):
         image = Image(Pillow.new("RGB", (1, 1)), patch_PC, (1, SIDE, SIDE), key=str(number), merge=model.vision.spatial_merge_size)
         sequence.extend([model.vision_start_id, *[model.image_token_id] * image.num_tokens, model.vision_end_id, 11], images=(image,))
-    sequence.extend([12] * NUM_SAMPLED, logprobs=[0.0] * NUM_SAMPLED)
+    sequence.extend([12] * num_sampled, logprobs=[0.0] * num_sampled)
     return sequence
 
 
-def measure_step(model: ModelSpec, settings: ModelSettings, parallel: ParallelSettings) -> tuple[int, int, int]:
+def measure_step(
+    model: ModelSpec, settings: ModelSettings, parallel: ParallelSettings, *, sequence: TokenSequence, lora: LoraSettings = LoraSettings()
+) -> tuple[int, int, int]:
     """Return the bytes that policy and optimizer hold, the bytes that the plan counts for them, and
     the additional peak bytes of a step.
 
@@ -45,11 +46,12 @@ def measure_step(model: ModelSpec, settings: ModelSettings, parallel: ParallelSe
     gc.collect()
     before = torch.cuda.memory_allocated()
     policy = Policy(
-        settings, build_layout(parallel, seed=0), training=TrainingSettings(parallel=parallel, optim=OptimSettings(), num_steps=2),
+        settings, build_layout(parallel, seed=0),
+        training=TrainingSettings(parallel=parallel, optim=OptimSettings(), num_steps=2, lora=lora),
         special_tokens=SpecialTokens(image_token_id=model.image_token_id),
     )  # fmt: skip
     made = torch.cuda.memory_allocated()
-    batches = policy.pack([PackItem(make_sequence(model))], max_tokens=32768)
+    batches = policy.pack([PackItem(sequence)], max_tokens=32768)
     before += torch.cuda.memory_allocated() - made
 
     def step() -> None:
@@ -76,11 +78,12 @@ def test_a_step_stays_below_the_plan_and_near_it(world: None, random_model: Path
     """
     model, parallel = read_spec(random_model), ParallelSettings(recompute=recompute)
     settings = ModelSettings(path=str(random_model), dtype="bfloat16", frozen=["vision", "merger"])
-    measure_step(model, settings, parallel)
-    resident, counted, taken = measure_step(model, settings, parallel)
+    sequence = make_sequence(model)
+    measure_step(model, settings, parallel, sequence=sequence)
+    resident, counted, taken = measure_step(model, settings, parallel, sequence=sequence)
     assert resident == pytest.approx(counted, rel=0.05)
     planned = compute_activation_memory(
-        model, parallel, stage=0, num_tokens=len(make_sequence(model).token_ids), max_patches=SIDE * SIDE, itemsize=2, lora=LoraSettings(),
+        model, parallel, stage=0, num_tokens=len(sequence.token_ids), max_patches=SIDE * SIDE, itemsize=2, lora=LoraSettings(),
         frozen=settings.frozen,
     ).total_bytes  # fmt: skip
     assert planned / 2 <= taken <= planned

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import torch
 
-MAX_COMPUTED_TOKENS = 8192
+MAX_COMPUTED_TOKENS = 2048
 """Calls with more query tokens return zeros: only their memory is measured, because attention in
 plain torch would need more memory than this machine has."""
 ALIGNMENT_BYTES = 16

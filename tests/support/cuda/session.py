@@ -6,7 +6,8 @@ from tests.support.cuda import device
 
 device.load()
 
-from tests.support.cuda import flash_attention, process_group  # noqa: E402 (they import torch)
+from tests.support.cuda import flash_attention, process_group, rms_norm  # noqa: E402 (they import torch)
 
 flash_attention.install()
 process_group.install()
+rms_norm.install()
