@@ -1,13 +1,12 @@
 """Memory footprint of each rank in a parallel layout, measured on an instance of the model.
 
-The model is built on the meta device in a fake process group. The shares of all
-tensor-parallel and pipeline-parallel ranks are built for the first data-parallel replica, which has
-the largest part of the optimizer state.
+The model is built on the meta device in a fake process group, once for each pipeline stage, for the
+first data-parallel replica, which has the largest part of the optimizer state.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -84,12 +83,14 @@ def compute_model_shares(model: ModelSpec, settings: Settings, *, world_size: in
     parallel = settings.parallel
     found = []
     for pp_rank in range(parallel.pp):
-        for tp_rank in range(parallel.tp):
-            # Megatron numbers tensor-parallel ranks first, then data-parallel, then pipeline stages
-            # (parallel_state.py, order "tp-cp-ep-dp-pp").
-            with fake_process_group(tp_rank + pp_rank * world_size // parallel.pp, size=world_size):
-                found.append(_compute_share(model, settings, has_values=has_values))
-            assert (found[-1].tp_rank, found[-1].pp_rank) == (tp_rank, pp_rank), found[-1]
+        # Megatron numbers tensor-parallel ranks first, then data-parallel, then pipeline stages
+        # (parallel_state.py, order "tp-cp-ep-dp-pp").
+        with fake_process_group(pp_rank * world_size // parallel.pp, size=world_size):
+            share = _compute_share(model, settings, has_values=has_values)
+        assert (share.tp_rank, share.pp_rank) == (0, pp_rank), share
+        # The tensor-parallel ranks of a stage hold tensors of equal shapes: Megatron splits evenly
+        # and pads the vocabulary.
+        found += [replace(share, tp_rank=tp_rank) for tp_rank in range(parallel.tp)]
     return found
 
 
