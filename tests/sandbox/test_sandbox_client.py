@@ -249,7 +249,8 @@ def test_a_fusion_box_tells_type_and_line(code: str, error: str, line: int) -> N
 def test_a_fusion_box_tells_a_time_out_and_an_end() -> None:
     """A SandboxFusion box reports a timeout as the limit "time" and an exit of the program as
     SystemExit."""
-    slow, ended = run_on_fusion("print(1, flush=True)\nwhile True: pass", "import os; os._exit(7)", limits=BoxLimits(call_timeout_s=2.0))
+    (slow,) = run_on_fusion("print(1, flush=True)\nwhile True: pass", limits=BoxLimits(call_timeout_s=2.0))
+    (ended,) = run_on_fusion("import os; os._exit(7)")
     assert (slow.fault, slow.limit, slow.text) == (Fault.CODE, "time", "1\n")
     assert ended.error == CallError(type="SystemExit", message="the program ended with status 7")
 
