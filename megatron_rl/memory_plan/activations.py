@@ -74,10 +74,16 @@ def compute_activation_memory(
     kept = num_tokens * (layers * {"full": hidden, "selective": layer}.get(parallel.recompute, most) + MAX_KV_RATIO * torch.int64.itemsize)
     gathered = 2 * model.hidden_size * itemsize if parallel.sequence_parallel else 0
     intermediate = model.ffn_size * itemsize / parallel.tp
+    # Gradients of gathered keys and values exist for each query head before they are added up, if
+    # heads share keys. The MLP and its norm have released what they saved by then.
+    expanded = keys * model.num_heads / model.num_kv_heads if model.num_heads > model.num_kv_heads else 0
+    workspace = flash_workspace_bytes(model.num_heads / parallel.tp, model.head_dim) + expanded
+    released = 3 * intermediate + 2 * hidden
     again = {"full": most, "selective": query + keys}.get(parallel.recompute, 0)
     # Temporary gradients in the MLP or in attention. In attention, these are the gradients of the
     # gathered keys and values and of their sources.
-    working = num_tokens * (max(2 * intermediate, 2 * query + keys + 2 * key) + 2 * hidden + gathered + again)
+    attention = 2 * query + keys + 2 * key + max(0, workspace - released)
+    working = num_tokens * (max(2 * intermediate, attention) + 2 * hidden + gathered + again)
     if stage == 0:
         vision_kept, vision_working = vision_tower_bytes(
             model,
@@ -101,6 +107,18 @@ def compute_activation_memory(
         kept += num_tokens * (2 * hidden + 2 * model.hidden_size * itemsize)
         working = max(working, logits)
     return ActivationMemory(saved_bytes=int(kept), num_in_flight=_num_in_flight(stage, parallel), transient_bytes=int(working))
+
+
+def flash_workspace_bytes(num_heads: float, head_dim: int) -> float:
+    """Return the bytes per token that the backward pass of flash attention allocates.
+
+    The gradient of the queries is accumulated in fp32, with head dimensions rounded up to a
+    multiple of 32 (64 above 128) and each segment padded by 128 tokens (torch 2.13,
+    flash_attn/flash_api.cpp, mha_varlen_bwd). Segments are assumed to have 128 tokens on average.
+    """
+    multiple = 32 if head_dim <= 128 else 64
+    rounded = -(-head_dim // multiple) * multiple
+    return 2 * num_heads * (rounded + 1) * torch.float32.itemsize
 
 
 def decoder_layer_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int, lora: LoraSettings) -> float:

@@ -26,7 +26,10 @@ def test_training_and_waits_on_one_device() -> None:
 
 @pytest.mark.long
 def test_the_tests_of_the_policy_pass() -> None:
-    """Also those of tests/cuda/emulated that are marked long. Tests of plain torch functions, which put their inputs on the CPU, are left out."""
+    """Also those of tests/cuda/emulated that are marked long.
+
+    Tests of plain torch functions, which put their inputs on the CPU, are left out.
+    """
     on_cpu = [word for name in ("test_fused.py", "test_deepstack.py") for word in ("--ignore", f"tests/policy/{name}")]
     launch.run_tests(
         "tests/cuda/emulated", "tests/policy", "tests/parity/test_precision.py", "tests/parity/test_parts.py", *on_cpu, timeout_s=900

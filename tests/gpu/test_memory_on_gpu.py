@@ -36,7 +36,12 @@ def make_sequence(model: ModelSpec, *, num_images: int = NUM_IMAGES, num_sampled
 
 
 def measure_step(
-    model: ModelSpec, settings: ModelSettings, parallel: ParallelSettings, *, sequence: TokenSequence, lora: LoraSettings = LoraSettings()
+    model: ModelSpec,
+    settings: ModelSettings,
+    parallel: ParallelSettings,
+    *,
+    sequences: list[TokenSequence],
+    lora: LoraSettings = LoraSettings(),
 ) -> tuple[int, int, int]:
     """Return the bytes that policy and optimizer hold, the bytes that the plan counts for them, and
     the additional peak bytes of a step.
@@ -51,7 +56,8 @@ def measure_step(
         special_tokens=SpecialTokens(image_token_id=model.image_token_id),
     )  # fmt: skip
     made = torch.cuda.memory_allocated()
-    batches = policy.pack([PackItem(sequence)], max_tokens=32768)
+    batches = policy.pack([PackItem(sequence) for sequence in sequences], max_tokens=32768)
+    assert len(batches) == 1
     before += torch.cuda.memory_allocated() - made
 
     def step() -> None:
@@ -79,8 +85,8 @@ def test_a_step_stays_below_the_plan_and_near_it(world: None, random_model: Path
     model, parallel = read_spec(random_model), ParallelSettings(recompute=recompute)
     settings = ModelSettings(path=str(random_model), dtype="bfloat16", frozen=["vision", "merger"])
     sequence = make_sequence(model)
-    measure_step(model, settings, parallel, sequence=sequence)
-    resident, counted, taken = measure_step(model, settings, parallel, sequence=sequence)
+    measure_step(model, settings, parallel, sequences=[sequence])
+    resident, counted, taken = measure_step(model, settings, parallel, sequences=[sequence])
     assert resident == pytest.approx(counted, rel=0.05)
     planned = compute_activation_memory(
         model, parallel, stage=0, num_tokens=len(sequence.token_ids), max_patches=SIDE * SIDE, itemsize=2, lora=LoraSettings(),
