@@ -45,4 +45,11 @@ MUTANTS = (
         "num_groups = sum(",
         "tests/memory_plan/test_gpu_memory.py -k groups_in_use",
     ),
+    Mutant(
+        "the plan forgets the workspace of flash attention",
+        "megatron_rl/memory_plan/activations.py",
+        "+ 2 * key + max(0, workspace - released)",
+        "+ 2 * key",
+        "-p tests.support.cuda.session tests/cuda/emulated/test_memory.py -k shared",
+    ),
 )

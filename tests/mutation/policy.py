@@ -185,4 +185,11 @@ MUTANTS = (
         "return grad_RV",
         "tests/policy/test_logprobs.py",
     ),
+    Mutant(
+        "a frozen vision tower runs with autograd",
+        "megatron_rl/policy/transformer.py",
+        "with torch.set_grad_enabled(is_trained and torch.is_grad_enabled()):",
+        "with torch.set_grad_enabled(torch.is_grad_enabled()):",
+        "tests/memory_plan/test_activations.py -k frozen_tower_keeps",
+    ),
 )

@@ -25,7 +25,7 @@ def _start(*arguments: object, **environment: object) -> subprocess.Popen[str]:
 def run_tests(*arguments: str, timeout_s: float) -> None:
     """Run pytest in a process with emulated devices. Fails with its output if a test fails."""
     process = _start("pytest", "-q", "-W", "ignore", "-p", SESSION, "-p", "no:cacheprovider", *arguments)
-    _require_success(process, timeout_s=timeout_s)
+    _require_success([process], timeout_s=timeout_s)
 
 
 def run_world(num_ranks: int, script: Path, *arguments: object, timeout_s: float) -> None:
@@ -34,19 +34,18 @@ def run_world(num_ranks: int, script: Path, *arguments: object, timeout_s: float
     """
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     ranks = [_start("tests.support.cuda", script, *arguments, **place, RANK=rank, LOCAL_RANK=rank) for rank in range(num_ranks)]
-    until = time.monotonic() + timeout_s
-    try:
-        for rank in ranks:
-            _require_success(rank, timeout_s=until - time.monotonic())
-    finally:
-        for rank in ranks:
-            rank.kill()
+    _require_success(ranks, timeout_s=timeout_s)
 
 
-def _require_success(process: subprocess.Popen[str], *, timeout_s: float) -> None:
+def _require_success(processes: list[subprocess.Popen[str]], *, timeout_s: float) -> None:
+    """Wait for all processes. A rank that fails lets the others fail, because a connection ends."""
+    until, outputs = time.monotonic() + timeout_s, []
     try:
-        output, _ = process.communicate(timeout=timeout_s)
+        for process in processes:
+            outputs.append(process.communicate(timeout=until - time.monotonic())[0])
     except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-    assert process.returncode == 0, f"{process.args} exited {process.returncode}:\n{output[-8000:]}"
+        for process in processes[len(outputs) :]:
+            process.kill()
+            outputs.append(process.communicate()[0])
+    codes = [process.returncode for process in processes]
+    assert not any(codes), f"{processes[0].args} exited {codes}:\n" + "\n".join(output[-6000:] for output in outputs)
