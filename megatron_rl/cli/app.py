@@ -31,7 +31,7 @@ from yaml import YAMLError
 from megatron_rl.cli.config_errors import format_error, missing_task_line, reject_unknown_keys
 from megatron_rl.cli.config_file import expand_config_flags
 from megatron_rl.cli.flags import DIFFERENCE, choose_length, parse_flags
-from megatron_rl.cli.help import render_difference, render_help
+from megatron_rl.cli.help import USAGES, render_difference, render_help
 from megatron_rl.compat.startup import ignore_library_warnings, paused_collector
 from megatron_rl.config import Settings, require
 from megatron_rl.config.task_options import TASK_OPTIONS
@@ -87,10 +87,6 @@ class RelativeConfigPath(SearchPathPlugin):
 Plugins.instance().register(RelativeConfigPath)
 
 
-SETTINGS_COMMANDS = ("train", "doctor", "serve", "server-command", "evaluate", "rescore")
-"""Commands that take settings."""
-
-
 def cli(
     *, tasks: Mapping[str, type] | None = None, rewards: Mapping[str, Callable[..., object]] | None = None,
     algorithms: Mapping[str, Any] | None = None,
@@ -115,7 +111,7 @@ def cli(
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun or launch/launch.py: exit together with the launcher
         die_with_parent()
-    word = sys.argv.pop(1) if sys.argv[1:2] and sys.argv[1] in SETTINGS_COMMANDS else "train"
+    word = sys.argv.pop(1) if sys.argv[1:2] and sys.argv[1] in USAGES else "train"
 
     def act(settings: Settings) -> None:
         try:
@@ -154,7 +150,7 @@ def cli(
         result = run(settings, plugins)
         exit_with(result is None or result.is_finished)
 
-    load_and_run(act, tasks or {}, is_doctor=word == "doctor")
+    load_and_run(act, tasks or {}, command=word)
 
 
 def exit_with(is_finished: bool) -> None:
@@ -193,8 +189,8 @@ def register_tasks(tasks: Mapping[str, type]) -> None:
             ConfigStore.instance().store(group="task", name=name, node={"name": name, "options": task.Options})
 
 
-def load_and_run(action: Callable[[Settings], None], tasks: Mapping[str, type], *, is_doctor: bool) -> None:
-    """Compose the settings with Hydra and call `action` with them.
+def load_and_run(action: Callable[[Settings], None], tasks: Mapping[str, type], *, command: str) -> None:
+    """Compose the settings of a command with Hydra and call `action` with them.
 
     For errors that the user can fix, the process prints one line instead of a traceback and exits.
     """
@@ -231,7 +227,7 @@ def load_and_run(action: Callable[[Settings], None], tasks: Mapping[str, type], 
                 main()
         elif world.is_main:
             with exit_with_reader():
-                print(render_help(given.overrides, is_doctor=is_doctor) if given.help else render_difference(words))
+                print(render_help(given.overrides, command=command) if given.help else render_difference(words))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         exit_with_line(format_error(error, sys.argv[1:]), world, on_all_ranks=True)
     except ValueError as error:  # e.g. for an unknown flag

@@ -47,6 +47,51 @@ Exit code 0: a run can start; 1: it cannot.
 
     python launch/train.py --help       # names of experiments, and settings
 """
+EVALUATE_USAGE = """Evaluates a checkpoint on a task's examples, without training; accepts a run's arguments.
+
+    python launch/evaluate.py task=number_line model.path=runs/quickstart/grpo/final run.dir=runs/evaluations/quickstart
+    python launch/evaluate.py task=number_line model.path=3b run.dir=runs/evaluations/3b evaluation.samples=8 evaluation.temperature=1
+    python launch/evaluate.py task=number_line model.path=NAME run.dir=runs/evaluations/far 'evaluation.urls=[http://127.0.0.1:8000/v1]'
+
+Writes evaluation.json (scores and their conditions), examples.jsonl (one line per example) and all episodes to run.dir. The same command
+resumes an evaluation that was stopped or killed. launch/compare.py compares evaluations.
+
+    python launch/evaluate.py --help evaluation    # its settings
+    python launch/train.py --help                  # names of experiments, and all settings
+"""
+RESCORE_USAGE = """Recomputes the rewards of recorded rollouts; accepts a run's arguments.
+
+    python launch/rescore.py experiment=numberline_grpo_cpu rollouts.replay_from=runs/all/rollouts run.dir=runs/scored
+    python launch/train.py experiment=numberline_grpo_cpu run.mode=replay run.eval_every=0 run.dir=runs/again \\
+        rollouts.replay_from=runs/scored/rollouts
+
+rollouts.replay_from is the rollouts folder of a run with rollouts.save=all. The same command resumes a stopped or killed rescoring.
+
+    python launch/train.py --help       # names of experiments, and settings
+"""
+SERVE_USAGE = """Starts only the external services of a run, in a job of their own; accepts the run's arguments.
+
+    python launch/serve.py experiment=vqa_3b_1gpu model.path=3b 'services.judge={kind: vllm, model: 7b, external: true}'
+
+Their addresses are written to run.dir, where a run with the same arguments waits for them. Exit code 0: the run is finished; 75: a signal
+stopped the services.
+
+    python launch/train.py --help services      # their settings
+"""
+SERVER_COMMAND_USAGE = """Prints the command that starts a vLLM server for each URL in engine.urls; accepts a run's arguments.
+
+    python launch/server_command.py experiment=vqa_3b_1gpu model.path=3b engine.mode=server engine.token_file=FILE \\
+        'engine.urls=[http://node2:8000]'
+
+Run each command on the node of its URL. The server accepts only requests with the token in engine.token_file.
+
+    python launch/train.py --help engine        # the settings of engines
+"""
+USAGES = {
+    "train": TRAIN_USAGE, "doctor": DOCTOR_USAGE, "evaluate": EVALUATE_USAGE, "rescore": RESCORE_USAGE, "serve": SERVE_USAGE,
+    "server-command": SERVER_COMMAND_USAGE,
+}  # fmt: skip
+"""Help text of each command that takes settings. That of train is followed by lists of settings."""
 COMMON_SETTINGS = (
     "model.path", "run.dir", "run.steps", "run.eval_every", "checkpoint.every", "optim.lr", "batch.prompts_per_step", "batch.group_size",
     "batch.micro_batch_tokens", "task.max_turns", "task.max_new_tokens", "engine.max_model_len", "parallel.tp", "lora.rank",
@@ -54,8 +99,8 @@ COMMON_SETTINGS = (
 )  # fmt: skip
 
 
-def render_help(arguments: Sequence[str], *, is_doctor: bool) -> str:
-    """Return the help text for the command-line arguments after --help.
+def render_help(arguments: Sequence[str], *, command: str) -> str:
+    """Return the help text of a command of USAGES for the command-line arguments after --help.
 
     The argument `all`, the name of a group or any other word selects the keys to list. An argument
     key=value sets a value before the settings are printed.
@@ -63,9 +108,9 @@ def render_help(arguments: Sequence[str], *, is_doctor: bool) -> str:
     Raises:
         ValueError: No key or description contains the word.
     """
-    if is_doctor:
-        return DOCTOR_USAGE
     asked = [word for word in arguments if "=" not in word]
+    if command != "train" and not asked:
+        return USAGES[command]
     with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
         chosen = compose("train", overrides=[word for word in arguments if "=" in word])
         reject_unknown_keys(chosen)

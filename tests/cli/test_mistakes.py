@@ -16,7 +16,7 @@ from threading import Thread
 import pytest
 
 from megatron_rl.cli.config_errors import FOREIGN_NAMES, closest_key, setting_keys
-from megatron_rl.cli.help import COMMON_SETTINGS, render_help
+from megatron_rl.cli.help import COMMON_SETTINGS, USAGES, render_help
 from megatron_rl.config import Settings
 from megatron_rl.config.task_options import NumberLineOptions
 from tests.cli.mistakes import MISTAKES
@@ -140,7 +140,7 @@ def test_a_key_is_its_own_nearest() -> None:
 
 
 def test_help_is_one_screen_with_examples_and_names() -> None:
-    text = render_help([], is_doctor=False)
+    text = render_help([], command="train")
     assert len(text.splitlines()) <= 45 and max(map(len, text.splitlines())) <= 140
     assert re.findall(r"^  (\S+)=", text, re.MULTILINE) and all(f"  {key}=" in text for key in COMMON_SETTINGS)
     experiments = {path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")}
@@ -148,7 +148,7 @@ def test_help_is_one_screen_with_examples_and_names() -> None:
 
 
 def test_help_all_lists_every_key_with_its_value_and_meaning() -> None:
-    text = render_help(["all", "experiment=numberline_grpo_cpu", "optim.lr=0.5"], is_doctor=False)
+    text = render_help(["all", "experiment=numberline_grpo_cpu", "optim.lr=0.5"], command="train")
     listed = re.findall(r"^([a-z_0-9.]+)=(.*)\n    (.+)$", text, re.MULTILINE)
     every = {*setting_keys(Settings)} - {"task.options"} | {*setting_keys(NumberLineOptions, "task.options.")}
     assert sorted(key for key, _, _ in listed) == sorted(every), "those of the task that is chosen, too"
@@ -158,12 +158,19 @@ def test_help_all_lists_every_key_with_its_value_and_meaning() -> None:
 
 
 def test_help_of_a_group_lists_that_group() -> None:
-    text = render_help(["task.data"], is_doctor=False)
+    text = render_help(["task.data"], command="train")
     assert re.findall(r"^(\S+)=", text, re.MULTILINE) == [key for key in setting_keys(Settings) if key.startswith("task.data.")]
 
 
-def test_the_doctor_speaks_of_itself() -> None:
-    assert "launch/doctor.py" in render_help([], is_doctor=True) and render_help([], is_doctor=True).startswith("Checks everything")
+@pytest.mark.parametrize("command", [name for name in USAGES if name != "train"])
+def test_commands_have_their_own_help(command: str) -> None:
+    """The help starts with the command's summary, has an example, and fits the screen. With a word,
+    it lists settings as that of train does.
+    """
+    text = render_help([], command=command)
+    assert f"python launch/{command.replace('-', '_')}.py " in text and max(map(len, text.splitlines())) <= 140
+    assert text.split()[0] in ("Checks", "Evaluates", "Recomputes", "Starts", "Prints")
+    assert render_help(["evaluation"], command=command) == render_help(["evaluation"], command="train")
 
 
 def test_wandb_is_not_loaded_unless_it_is_asked_for() -> None:
@@ -181,7 +188,7 @@ def act(settings):
         print(settings.wandb.mode, "refused")
 for mode in ("disabled", "offline"):
     sys.argv = ["mine.py", "task=number_line", "model.path=here", "run.dir=there", f"wandb.mode={mode}"]
-    load_and_run(act, {}, is_doctor=False)
+    load_and_run(act, {}, command="train")
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.splitlines() == ["disabled refused", "offline wandb"], done.stdout
