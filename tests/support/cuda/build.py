@@ -1,4 +1,4 @@
-"""Compiles the emulated CUDA device (device.cpp) and keeps the library in a cache folder."""
+"""Compiles the emulated CUDA device (device.cpp and its headers) and keeps the library in a cache folder."""
 
 import hashlib
 import importlib.util
@@ -28,10 +28,11 @@ def torch_folder() -> Path:
 def build_library() -> Path:
     """Return the compiled library, after compiling it if the cache lacks it.
 
-    The file name contains a hash of the source and of torch's version. Compiling takes about 13 s
+    The file name contains a hash of the sources and of torch's version. Compiling takes about 13 s
     of CPU time. Raises CalledProcessError if g++ fails; its output goes to standard error.
     """
-    key = hashlib.sha256(SOURCE.read_bytes() + version("torch").encode()).hexdigest()[:16]
+    sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.iterdir()) if path.suffix in (".cpp", ".h"))
+    key = hashlib.sha256(sources + version("torch").encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_rl_tests"
     library = cache / f"emulated_cuda_{key}.so"
     if not library.exists():
