@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -23,9 +24,14 @@ def _start(*arguments: object, **environment: object) -> subprocess.Popen[str]:
 
 
 def run_tests(*arguments: str, timeout_s: float) -> None:
-    """Run pytest in a process with emulated devices. Fails with its output if a test fails."""
-    process = _start("pytest", "-q", "-W", "ignore", "-p", SESSION, "-p", "no:cacheprovider", *arguments)
-    _require_success([process], timeout_s=timeout_s)
+    """Run pytest in a process with emulated devices. Fails with its output if a test fails.
+
+    Its temporary folders are its own: pytest keeps only the last three of a user.
+    """
+    options = ("-q", "-W", "ignore", "-p", SESSION, "-p", "no:cacheprovider")
+    with tempfile.TemporaryDirectory() as folder:
+        process = _start("pytest", *options, "--basetemp", Path(folder) / "tests", *arguments)
+        _require_success([process], timeout_s=timeout_s)
 
 
 def run_world(num_ranks: int, script: Path, *arguments: object, timeout_s: float) -> None:
