@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs like the quickstart, then runs every test that needs no GPU and is not marked long, three files at a time: many tests wait for processes.
+# Installs like the quickstart, then runs every test that needs no GPU and is not marked long, two files at a time: most tests wait for processes.
 #   bash tests/run.sh                          all of them
 #   bash tests/run.sh tests/algo -k clipped    arguments go to pytest
 #   bash tests/run.sh --quick                  lint, and the tests that start no engine, no run and no sandbox: minutes
@@ -32,4 +32,4 @@ if [[ ${1-} == --quick ]]; then
         tests/preflight/test_{gpus,nodes,prompts,settings}.py tests/test_*.py --deselect tests/contracts/test_recipes.py \
         --deselect tests/evaluation/test_endpoint_policy.py --deselect tests/tasks/lewis/server --deselect tests/tasks/test_alfworld_players.py "$@"
 fi
-exec python -m pytest -m "not gpu and not long" --numprocesses=3 --dist=loadfile --no-loadscope-reorder --durations=15 "$@"
+exec python -m pytest -m "not gpu and not long" --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=15 "$@"
