@@ -39,8 +39,8 @@ class Status(StrEnum):
     COMPLETED = "completed"
     """The environment or the policy ended the episode. The episode is scored and trained on."""
     TRUNCATED = "truncated"
-    """The policy exceeded a limit on turns, tokens, images, pixels or seconds. The episode is
-    scored and trained on.
+    """The policy exceeded a limit on turns, tokens, images, pixels or seconds, or the environment
+    truncated the episode. The episode is scored and trained on.
     """
     FAILED = "failed"
     """An infrastructure error occurred in the engine, a tool or a judge. The episode appears in the
@@ -53,6 +53,10 @@ class StopReason(StrEnum):
 
     DONE = "done"
     """The policy gave its final answer, or the environment reached a terminal state."""
+    ENV_TRUNCATED = "env_truncated"
+    """The environment ended the episode in a state that is not terminal, e.g. at its own limit on
+    the number of steps.
+    """
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
     """The sequence had no room for another response or for the next observation."""
@@ -372,8 +376,8 @@ class Rollout:
     status: Status = Status.COMPLETED
     stop_reason: StopReason = StopReason.DONE
     reason: str = ""
-    """Environment's reason for ending the episode, such as 'goal', or the error message if the
-    episode failed.
+    """Environment's reason for ending the episode, such as 'goal', or its note on the last state if
+    a limit of the policy ended the episode. The error message if the episode failed.
     """
     reward: float | None = None
     """Total reward of the episode. None before scoring, and always None for a failed episode."""

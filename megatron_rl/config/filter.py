@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.config.checks import require, require_choice
 
-ENDS = ("done", "max_turns", "max_tokens", "max_images", "max_pixels", "max_seconds", "tool_error")
+ENDS = ("done", "env_truncated", "max_turns", "max_tokens", "max_images", "max_pixels", "max_seconds", "tool_error")
 """Stop reasons of scored episodes: all values of types.StopReason except the infrastructure
 errors."""
 DROPS = ("zero_std", "no_image", "stop_reason")

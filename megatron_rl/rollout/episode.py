@@ -147,9 +147,9 @@ async def _run_turns(
         turn.reward, turn.tool_call, turn.state = float(step.reward), step.tool_call, state
         if step.action_char is not None:
             turn.action_start = conversation.char_to_token(step.action_char)
+        rollout.reason = step.reason
         if step.done:
-            rollout.reason = step.reason
-            return StopReason.DONE
+            return StopReason.ENV_TRUNCATED if step.is_truncated else StopReason.DONE
         if settings.stop_on_tool_error and step.tool_call is not None and step.tool_call.error:
             rollout.reason = step.tool_call.error
             return StopReason.TOOL_ERROR

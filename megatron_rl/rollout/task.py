@@ -28,7 +28,13 @@ class Step:
     """Reward given by the environment for this step."""
     done: bool
     reason: str = ""
-    """Reason why the episode ended; used only if `done` is True."""
+    """Reason why the episode ended if `done` is True. Otherwise, the environment's note on the
+    state, which is recorded if a limit of the policy ends the episode after this step.
+    """
+    is_truncated: bool = False
+    """True if the environment ended the episode in a state that is not terminal, as `truncated` of
+    gymnasium; used only if `done` is True.
+    """
     tool_call: ToolCall | None = None
     """Tool call in the response, or None."""
     action_char: int | None = None

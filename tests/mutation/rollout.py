@@ -4,6 +4,20 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "an environment that truncates has finished",
+        "megatron_rl/rollout/episode.py",
+        "return StopReason.ENV_TRUNCATED if step.is_truncated else StopReason.DONE",
+        "return StopReason.DONE",
+        "tests/rollout/test_episode.py -k truncates_is_not_done",
+    ),
+    Mutant(
+        "the note on the last state is lost at a limit",
+        "megatron_rl/rollout/episode.py",
+        "        rollout.reason = step.reason\n        if step.done:\n",
+        "        if step.done:\n            rollout.reason = step.reason\n",
+        "tests/rollout/test_episode.py -k note_on_the_last",
+    ),
+    Mutant(
         "an epoch counts prompts in progress",
         "megatron_rl/rollout/scheduler.py",
         "(drawn - len(self.unfinished_prompt_indices))",

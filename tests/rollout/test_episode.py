@@ -55,6 +55,8 @@ class Looks(Env):
     error: str = ""
     fault: bool = False
     delay_s: float = 0.0
+    is_truncated: bool = False
+    note: str = ""
     closed: int = 0
     replies: list[str] = field(default_factory=list)
 
@@ -72,7 +74,9 @@ class Looks(Env):
             raise InfraError("the sandbox is down")
         done = len(self.replies) == self.turns
         call = ToolCall(tool="look", source=text, error=self.error)
-        return Step(messages=[] if done else [self._show()], reward=1.0, done=done, reason="enough" if done else "", tool_call=call)
+        reason = "enough" if done else self.note
+        messages = [] if done else [self._show()]
+        return Step(messages=messages, reward=1.0, done=done, reason=reason, is_truncated=self.is_truncated, tool_call=call)
 
     async def close(self) -> None:
         self.closed += 1
@@ -134,6 +138,25 @@ def test_the_environment_ends_it_and_the_rubric_scores_it(renderer: Renderer) ->
     assert [turn.state for turn in rollout.turns] == ["after 0", "after 1", "after 2"], "the one that the reply answers"
     assert [image.pil.getpixel((0, 0)) for image in rollout.sequences[0].images] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
     assert rollout.turns[0].images[0] is rollout.sequences[0].images[1]
+
+
+def test_an_environment_that_truncates_is_not_done(renderer: Renderer) -> None:
+    """An environment that reaches its own limit truncates the episode, which is scored. Steps
+    before the last one are not affected.
+    """
+    rollout = play(renderer, Looks(turns=2, is_truncated=True))
+    assert (rollout.status, rollout.stop_reason, rollout.reason) == (Status.TRUNCATED, StopReason.ENV_TRUNCATED, "enough")
+    assert len(rollout.turns) == 2 and rollout.reward is not None
+
+
+@pytest.mark.parametrize("change", [{"max_turns": 2}, {"max_images": 3}, {"max_pixels": 3136}])
+def test_the_note_on_the_last_state_is_kept(renderer: Renderer, change: dict) -> None:
+    """If a limit ends the episode, its reason is the note of the last step; without one it is
+    empty.
+    """
+    for note in ("solved", ""):
+        rollout = play(renderer, Looks(note=note), replace(SETTINGS, **change))
+        assert (rollout.status, rollout.reason) == (Status.TRUNCATED, note)
 
 
 def test_a_trace_names_its_tools(renderer: Renderer) -> None:
