@@ -68,9 +68,9 @@ MUTANTS = (
     ),
     Mutant(
         "a player that failed plays the next episode",
-        "megatron_rl/tasks/alfworld/player_pool.py",
-        "if player.is_idle and player.num_games < MAX_GAMES_PER_PLAYER:",
-        "if player.num_games < MAX_GAMES_PER_PLAYER:",
+        "megatron_rl/tasks/process_pool.py",
+        "if process.is_idle and process.num_episodes < self.kind.max_episodes:",
+        "if process.num_episodes < self.kind.max_episodes:",
         "tests/tasks/test_alfworld_players.py -k fails_one",
     ),
     Mutant(
@@ -208,9 +208,9 @@ MUTANTS = (
     ),
     Mutant(
         "a player that died is given to the next episode",
-        "megatron_rl/tasks/alfworld/player_pool.py",
-        "                if player.is_connected:\n                    return player\n",
-        "                return player\n",
+        "megatron_rl/tasks/process_pool.py",
+        "            if process.is_connected:\n                return process\n",
+        "            return process\n",
         "tests/tasks/test_alfworld_players.py -k taken_again",
     ),
 )

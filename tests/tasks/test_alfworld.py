@@ -16,9 +16,10 @@ from megatron_rl.rewards.rubric import RewardInput
 from megatron_rl.rollout.task import Step
 from megatron_rl.tasks.alfworld.game_files import load_transcript
 from megatron_rl.tasks.alfworld.goals import ALFWORLD_NAME_BY_KIND
-from megatron_rl.tasks.alfworld.player_pool import PlayerPool
+from megatron_rl.tasks.alfworld.player_pool import make_player_pool
 from megatron_rl.tasks.alfworld.scene_prompts import write_reply
 from megatron_rl.tasks.alfworld.task import MISTAKE_PROBABILITY, AlfworldTask
+from megatron_rl.tasks.process_pool import ProcessPool
 from megatron_rl.types import Example, Message, Rollout
 from tests.conftest import ROOT, SUPPORT
 from tests.support.alfworld_episodes import extract_text, make_task, run_replies
@@ -29,7 +30,7 @@ class Loop:
     """One event loop for all tests, with one player server."""
 
     runner: asyncio.Runner
-    players: PlayerPool
+    players: ProcessPool
 
     def play(self, task: AlfworldTask, example: Example, replies: list[str], seed: int = 0) -> tuple[Message, list[Step]]:
         return self.runner.run(run_replies(self.shared(task), example, replies, seed))
@@ -42,7 +43,7 @@ class Loop:
 @pytest.fixture(scope="module")
 def loop() -> Iterator[Loop]:
     with asyncio.Runner() as runner:
-        players = PlayerPool(4, timeout_s=60)
+        players = make_player_pool(4, timeout_s=60)
         yield Loop(runner, players)
         runner.run(players.close())
 

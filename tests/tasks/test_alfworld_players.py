@@ -15,9 +15,10 @@ import pytest
 
 from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.tasks.alfworld.game_files import GAME_FILE
-from megatron_rl.tasks.alfworld.player_pool import PlayerPool, PlayerProcess
+from megatron_rl.tasks.alfworld.player_pool import PLAYER, make_player_pool
 from megatron_rl.tasks.alfworld.scene_prompts import write_reply
 from megatron_rl.tasks.alfworld.task import AlfworldTask
+from megatron_rl.tasks.process_pool import EpisodeProcess
 from megatron_rl.types import Example
 from tests.conftest import ROOT
 from tests.support.alfworld_episodes import make_task, run_replies
@@ -72,7 +73,7 @@ def test_a_player_that_fails_fails_one_episode(hostile: Path) -> None:
             await asyncio.sleep(0.2)
             (busy,) = [player for player in players_of(task) if player != mine]
             busy.kill()
-            with pytest.raises(InfraError, match="the player exited after"):
+            with pytest.raises(InfraError, match="the process exited after"):
                 await working
             await victim.close()
             assert (await good.step(inventory)).reward == 0
@@ -99,10 +100,11 @@ def test_a_player_whose_process_has_ended_is_not_taken_again() -> None:
     """The pool reuses only idle players. Of three released players, the last one's channel is
     closed, and the one before was released in the middle of a response."""
 
-    async def main() -> tuple[PlayerProcess, list[PlayerProcess], list[int]]:
+    async def main() -> tuple[EpisodeProcess, list[EpisodeProcess], list[int]]:
         writers = [SimpleNamespace(close=lambda number=number: closed.append(number)) for number in range(3)]
         closed: list[int] = []
-        players, idle = PlayerPool(3, timeout_s=1), [PlayerProcess(asyncio.StreamReader(), writer, 1.0) for writer in writers]
+        players = make_player_pool(3, timeout_s=1)
+        idle = [EpisodeProcess(asyncio.StreamReader(), writer, PLAYER, 1.0) for writer in writers]
         idle[1].is_idle = False
         for each in idle:
             players.release(each)
@@ -160,10 +162,10 @@ def test_a_game_that_is_none_fails_its_episode_alone(alfworld_games: Path, tmp_p
 
 ORPHANS = """
 import asyncio, psutil, sys
-from megatron_rl.tasks.alfworld.player_pool import PlayerPool
+from megatron_rl.tasks.alfworld.player_pool import make_player_pool
 
 async def hold() -> None:
-    players = PlayerPool(2, timeout_s=60)
+    players = make_player_pool(2, timeout_s=60)
     playing = [await players.acquire(sys.argv[1]) for _ in range(2)]
     for player in playing:
         await player.send_request(game=sys.argv[1])
@@ -177,8 +179,8 @@ asyncio.run(hold())
 def test_a_keeper_that_hangs_while_it_loads_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A player server that hangs while it loads is killed after its timeout, and the game raises
     PermanentInfraError."""
-    monkeypatch.setattr("megatron_rl.tasks.alfworld.player_pool.LOAD_TIMEOUT_S", 0.2)
-    players = PlayerPool(1, timeout_s=0.2)
+    monkeypatch.setattr("megatron_rl.tasks.process_pool.LOAD_TIMEOUT_S", 0.2)
+    players = make_player_pool(1, timeout_s=0.2)
 
     async def take() -> subprocess.Popen[bytes]:
         asked = asyncio.create_task(players.acquire("no game"))

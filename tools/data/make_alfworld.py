@@ -40,10 +40,11 @@ from megatron_rl.tasks.alfworld.game_files import (
 )
 from megatron_rl.tasks.alfworld.game_generator import AlfworldPackage, GameDraft, find_alfworld_package, generate_drafts
 from megatron_rl.tasks.alfworld.goals import ALFWORLD_NAME_BY_KIND, AlfworldGoal
-from megatron_rl.tasks.alfworld.player_pool import PlayerPool
+from megatron_rl.tasks.alfworld.player_pool import make_player_pool
 from megatron_rl.tasks.alfworld.scene_prompts import GameObservation, write_prompt, write_reply, write_thoughts
 from megatron_rl.tasks.alfworld.search_expert import SearchExpert
 from megatron_rl.tasks.alfworld.task import MAX_STEPS
+from megatron_rl.tasks.process_pool import ProcessPool
 
 MAX_DRAFTS_PER_GAME = 20
 """Maximum number of drafts that are tried for one game before the tool gives up."""
@@ -79,7 +80,7 @@ def write_game(folder: Path, draft: GameDraft, rules: AlfworldPackage, *, walkth
     (folder / GAME_FILE).write_text(json.dumps({**game, "solvable": True, "walkthrough": walkthrough}))
 
 
-async def transcribe_game(players: PlayerPool, game: Path, *, walkthrough: list[str]) -> dict[str, GameTranscript]:
+async def transcribe_game(players: ProcessPool, game: Path, *, walkthrough: list[str]) -> dict[str, GameTranscript]:
     """Run the planner and the search expert on a game and return the winning transcripts.
 
     The planner executes the commands in `walkthrough`, or a new plan if `walkthrough` is empty. The
@@ -116,7 +117,7 @@ def write_transcripts(folder: Path, transcripts: dict[str, GameTranscript]) -> N
         (folder / TRANSCRIPT_FILES[name]).write_text(json.dumps(asdict(transcript)))
 
 
-async def make_game(out: Path, trial: str, players: PlayerPool, attempts: Iterator[GameDraft], rules: AlfworldPackage) -> None:
+async def make_game(out: Path, trial: str, players: ProcessPool, attempts: Iterator[GameDraft], rules: AlfworldPackage) -> None:
     """Create a game from the first draft that the planner wins.
 
     Drafts that need more than MAX_GAME_COMMANDS commands are skipped. The folder of the game gets
@@ -147,7 +148,7 @@ async def make_game(out: Path, trial: str, players: PlayerPool, attempts: Iterat
 
 async def make_games(out: Path, *, nums: dict[str, int], size: GameSize, seed: int, processes: int, seconds: float) -> int:
     """Generate the missing games and return the number of generated games."""
-    rules, players, kinds = find_alfworld_package(), PlayerPool(processes, timeout_s=seconds), list(ALFWORLD_NAME_BY_KIND)
+    rules, players, kinds = find_alfworld_package(), make_player_pool(processes, timeout_s=seconds), list(ALFWORLD_NAME_BY_KIND)
     console = Console(stderr=True)
     bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn(), console=console,
                    transient=True, disable=not console.is_terminal)  # fmt: skip
@@ -203,7 +204,7 @@ async def transcribe_all(root: Path, *, processes: int, seconds: float) -> int:
     Official ALFWorld games are supported too. Returns the number of transcribed games that the
     planner won.
     """
-    players = PlayerPool(processes, timeout_s=seconds)
+    players = make_player_pool(processes, timeout_s=seconds)
     games = [path for path in sorted(root.rglob(GAME_FILE)) if not (path.parent / TRANSCRIPT_FILES["planner"]).exists()]
     written = 0
     try:

@@ -36,11 +36,12 @@ from megatron_rl.tasks.alfworld.game_files import (
     require_packages,
 )  # fmt: skip
 from megatron_rl.tasks.alfworld.goals import ALFWORLD_NAME_BY_KIND
-from megatron_rl.tasks.alfworld.player_pool import PlayerPool, PlayerProcess
+from megatron_rl.tasks.alfworld.player_pool import make_player_pool
 from megatron_rl.tasks.alfworld.scene_image import SceneRenderer, draw_blank, draw_text
 from megatron_rl.tasks.alfworld.scene_prompts import GameObservation, write_prompt, write_reply, write_thoughts
 from megatron_rl.tasks.gym_cards.card_action_parser import find_action_start
 from megatron_rl.tasks.gym_cards.game import INVALID_ACTION_REWARD, LazyTranscripts, make_user_message
+from megatron_rl.tasks.process_pool import EpisodeProcess, ProcessPool
 from megatron_rl.types import Example, Message, ToolCall
 
 MAX_STEPS = 50
@@ -87,9 +88,9 @@ weight 0. These two terms report the success rate over all games and for each ki
 class AlfworldEnv(Env):
     """Environment for one episode of a game."""
 
-    def __init__(self, game: str, *, player_pool: PlayerPool, options: AlfworldOptions, render: SceneRenderer = draw_text) -> None:
+    def __init__(self, game: str, *, player_pool: ProcessPool, options: AlfworldOptions, render: SceneRenderer = draw_text) -> None:
         self.game, self.player_pool, self.options, self.render = game, player_pool, options, render
-        self.player: PlayerProcess | None = None
+        self.player: EpisodeProcess | None = None
         self.commands: list[str] = []
         self.rng = random.Random()
 
@@ -177,7 +178,7 @@ class AlfworldTask(Task):
         self.options: Any = options
         for key, turns in (("task.max_turns", settings.max_turns), ("task.eval_max_turns", settings.eval_max_turns)):
             require(turns <= MAX_STEPS, key, turns, f"must be at most {MAX_STEPS} (steps per episode)")
-        self.player_pool = PlayerPool(options.processes, timeout_s=options.call_s)
+        self.player_pool = make_player_pool(options.processes, timeout_s=options.call_s)
         self._games = cache(self._find_games)
 
     async def close(self) -> None:
