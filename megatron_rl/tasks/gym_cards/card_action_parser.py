@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from typing import Any
 
 MAX_REPLY_CHARS = 4096
 """Maximum length of a reply in characters; a longer reply is invalid. The limit also bounds the
@@ -24,6 +25,9 @@ class InvalidAction(StrEnum):
     REPEATED_KEY = "repeated key"
     NO_ACTION = "no action"
     SEVERAL_ACTIONS = "several actions"
+    WRONG_LENGTH = "wrong number of values"
+    NOT_A_NUMBER = "not a number"
+    OUT_OF_BOUNDS = "out of bounds"
 
 
 class _RepeatedJsonKey(ValueError):
@@ -41,13 +45,11 @@ def _reject_constant(constant: str) -> float:
     raise ValueError(f"{constant} is a Python constant and is not valid JSON")
 
 
-def parse_json_action(text: str, actions: Sequence[str]) -> int | InvalidAction:
-    """Return the index of the reply's action in `actions`, or the reason why the reply is invalid.
+def parse_json_object(text: str) -> dict[str, Any] | InvalidAction:
+    """Return the JSON object that is the whole reply, or the reason why the reply is invalid.
 
-    A valid reply is one JSON object without repeated keys, surrounded only by whitespace. NaN is
-    invalid, as in RFC 8259. The value of the object's key "action" must be equal to one of
-    `actions`. Other keys are ignored, so the policy's description of the state does not affect the
-    reward.
+    The object has no repeated keys and is surrounded only by whitespace. NaN is invalid, as in RFC
+    8259.
     """
     if len(text) > MAX_REPLY_CHARS:
         return InvalidAction.TOO_LONG
@@ -57,8 +59,19 @@ def parse_json_action(text: str, actions: Sequence[str]) -> int | InvalidAction:
         return InvalidAction.REPEATED_KEY
     except (ValueError, RecursionError):  # invalid JSON, an integer beyond Python's digit limit, or too deep nesting
         return InvalidAction.NOT_JSON
-    if not isinstance(read, dict):
-        return InvalidAction.NOT_AN_OBJECT
+    return read if isinstance(read, dict) else InvalidAction.NOT_AN_OBJECT
+
+
+def parse_json_action(text: str, actions: Sequence[str]) -> int | InvalidAction:
+    """Return the index of the reply's action in `actions`, or the reason why the reply is invalid.
+
+    A valid reply is one JSON object (`parse_json_object`). The value of the object's key "action"
+    must be equal to one of `actions`. Other keys are ignored, so the policy's description of the
+    state does not affect the reward.
+    """
+    read = parse_json_object(text)
+    if isinstance(read, InvalidAction):
+        return read
     if read.get("action") not in actions:
         return InvalidAction.NO_ACTION
     return actions.index(read["action"])

@@ -158,8 +158,13 @@ class GameTask(Task):
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return the fraction of replies without a valid action, as the metric `invalid`."""
-        calls = [turn.tool_call for rollout in rollouts for turn in rollout.turns if turn.tool_call is not None]
-        return {"invalid": sum(not call.ran for call in calls) / max(len(calls), 1)}
+        return {"invalid": invalid_fraction(rollouts)}
+
+
+def invalid_fraction(rollouts: Sequence[Rollout]) -> float:
+    """Return the fraction of replies without a valid action."""
+    calls = [turn.tool_call for rollout in rollouts for turn in rollout.turns if turn.tool_call is not None]
+    return sum(not call.ran for call in calls) / max(len(calls), 1)
 
 
 @dataclass(slots=True, frozen=True)
