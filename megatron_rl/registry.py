@@ -14,6 +14,7 @@ from megatron_rl.tasks.alfworld.task import AlfworldTask
 from megatron_rl.tasks.gym_cards.blackjack_task import BlackjackTask
 from megatron_rl.tasks.gym_cards.points_task import EZPointsTask, Points24Task
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
+from megatron_rl.tasks.gymnasium_envs.task import GymnasiumTask
 from megatron_rl.tasks.lewis.listener_task import LewisListenerTask
 from megatron_rl.tasks.lewis.speaker_task import LewisSpeakerTask
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
@@ -24,6 +25,7 @@ TASKS: Mapping[str, type[Task]] = {
     "alfworld": AlfworldTask,
     "blackjack": BlackjackTask,
     "ez_points": EZPointsTask,
+    "gymnasium": GymnasiumTask,
     "lewis_listener": LewisListenerTask,
     "lewis_speaker": LewisSpeakerTask,
     "number_line": NumberLineTask,

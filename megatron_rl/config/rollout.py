@@ -256,8 +256,9 @@ class TaskSettings:
     """Settings of the task: environment, rules and limits, including sandbox, judge and data."""
 
     name: str = MISSING
-    """Name of the task: number_line, ez_points, points24, blackjack, alfworld, lewis_speaker,
-    lewis_listener, visual_python, visual_search, vqa, or a registered task of your own."""
+    """Name of the task: number_line, ez_points, points24, blackjack, alfworld, gymnasium,
+    lewis_speaker, lewis_listener, visual_python, visual_search, vqa, or a registered task of your
+    own."""
     tool_format: str = "pyvision"
     """Prompt and tool-call format of a task with tools: pyvision, codev, deepeyes or functions."""
     reward: str = ""

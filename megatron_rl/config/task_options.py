@@ -6,6 +6,7 @@ and their libraries.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_rl.config.checks import require, require_address, require_choice
 
@@ -182,6 +183,72 @@ class AlfworldOptions:
 
 
 @dataclass
+class GymnasiumOptions:
+    """Options of gymnasium environments."""
+
+    id: str = ""
+    """Id of a registered environment. As in gymnasium, a module before a colon is imported first:
+    my_module:MyEnv-v0. Register wrappers together with an environment in such a module.
+    """
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of gymnasium.make, such as those of the environment and
+    max_episode_steps.
+    """
+    image_side: int = 224
+    """Longer side of the images in pixels, to which the frames of the environment are scaled (by
+    repeating pixels if they are smaller). 0 does not scale them.
+    """
+    history: int = 1
+    """Number of frames in the prompt: the current one and those before it, with the actions between
+    them. Every turn starts a new prompt.
+    """
+    actions: list[str] = field(default_factory=list)
+    """Names of the actions of a Discrete space, in the order of the action numbers. Empty takes
+    them from the environment: its enum `actions` or its method `get_action_meanings`. Otherwise,
+    actions are numbers.
+    """
+    prompt: str = ""
+    """Prompt after the image. {observation} is replaced by the texts in the observation, such as a
+    mission, and {actions} by the format of an action. Empty uses a prompt with both.
+    """
+    invalid: str = "penalize"
+    """Effect of a reply without a valid action: penalize gives reward -1, repeat gives reward 0,
+    random takes a random action. penalize and repeat do not step the environment.
+    """
+    success_reward: float | None = None
+    """Minimum return of a solved episode, without the penalties for invalid replies. null uses
+    success in the info of the last step if the environment sets it; otherwise, a return above 0
+    counts as solved.
+    """
+    train_seeds: int = 4096
+    """Number of training examples. Each is a seed of the environment's reset, counted from 0."""
+    eval_seeds: int = 100
+    """Number of evaluation examples. Their seeds are not used in training."""
+    processes: int = 256
+    """Maximum number of processes. Each running episode has its own process; further episodes wait.
+    """
+    step_timeout_s: float = 60.0
+    """Timeout in seconds for the environment to be created, reset, stepped or closed. The episode
+    fails if the timeout is exceeded.
+    """
+
+    def __post_init__(self) -> None:
+        taken = sorted({"id", "render_mode", "disable_env_checker"} & {*self.kwargs})
+        require(not taken, "task.options.kwargs", taken[0] if taken else "", "is set by task=gymnasium; remove it")
+        require(
+            self.image_side == 0 or 28 <= self.image_side <= 4096, "task.options.image_side", self.image_side, "must be 0 or in 28..4096"
+        )
+        require(1 <= self.history <= 64, "task.options.history", self.history, "must be in 1..64")
+        require(len({*self.actions}) == len(self.actions), "task.options.actions", self.actions, "contains a name twice")
+        require("" not in self.actions, "task.options.actions", self.actions, "contains an empty name")
+        require_choice("task.options.invalid", self.invalid, ("penalize", "repeat", "random"))
+        for key, value in (("train_seeds", self.train_seeds), ("eval_seeds", self.eval_seeds)):
+            require(1 <= value <= 1 << 30, f"task.options.{key}", value, "must be in 1..1073741824")
+        require(self.processes >= 1, "task.options.processes", self.processes, "must be at least 1")
+        require(self.step_timeout_s > 0, "task.options.step_timeout_s", self.step_timeout_s, "must be positive")
+
+
+@dataclass
 class LewisOptions:
     """Options shared by the Lewis speaker and listener tasks."""
 
@@ -278,6 +345,7 @@ class LewisListenerOptions(LewisOptions):
 
 TASK_OPTIONS: Mapping[str, type] = {
     "alfworld": AlfworldOptions,
+    "gymnasium": GymnasiumOptions,
     "lewis_listener": LewisListenerOptions,
     "lewis_speaker": LewisSpeakerOptions,
     "number_line": NumberLineOptions,
