@@ -224,7 +224,7 @@ class GymnasiumOptions:
     """Number of training examples. Each is a seed of the environment's reset, counted from 0."""
     eval_seeds: int = 100
     """Number of evaluation examples. Their seeds are not used in training."""
-    processes: int = 256
+    processes: int = 64
     """Maximum number of processes. Each running episode has its own process; further episodes wait.
     """
     step_timeout_s: float = 60.0

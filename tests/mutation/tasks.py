@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "threads of an environment are forked",
+        "megatron_rl/tasks/gymnasium_envs/environment_server.py",
+        "if count_resources() != before:",
+        "if not before:",
+        "tests/tasks/test_gymnasium_env.py -k computes_once",
+    ),
+    Mutant(
         "truncation by gymnasium ends an episode as a terminal state does",
         "megatron_rl/tasks/gymnasium_envs/task.py",
         'flag = "terminated" if answer["is_terminated"] else "truncated"',

@@ -6,9 +6,10 @@ The ids need this module: tests.support.picture_environments:Walk-v0.
 import ctypes
 import enum
 import os
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -168,15 +169,15 @@ class Meanings(AnySpace):
         return ["NOOP", "UP", "DOWN", "FIRE"]
 
 
-class ThreeActions(gymnasium.ActionWrapper):
-    """Offers three actions of `Walk`, in another order."""
+class TwoActions(gymnasium.ActionWrapper):
+    """Offers two actions of `Walk`: its last and its first one, with the numbers of its first two."""
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
-        self.action_space = spaces.Discrete(2)
+        self.action_space = spaces.Discrete(2, start=2)
 
     def action(self, action: Any) -> Any:
-        return np.int64([Actions.jump, Actions.walk][action])
+        return np.int64([Actions.jump, Actions.walk][action - 2])
 
 
 class AtReset(PictureEnv):
@@ -218,6 +219,30 @@ class AtReset(PictureEnv):
         return self.picture
 
 
+class Leftover(PictureEnv):
+    """Shows how many environments were reset before in this process or the one it was forked from.
+
+    The first reset of a process leaves a thread or an open file behind, as `leaves` says.
+    """
+
+    num_resets = 0
+    left: ClassVar[list[object]] = []
+    observation_space, action_space = spaces.Text(99), spaces.Discrete(2)
+
+    def __init__(self, render_mode: str | None = None, *, leaves: str = "") -> None:
+        super().__init__(render_mode)
+        self.leaves = leaves
+
+    def observe(self) -> str:
+        if self.num_steps == 0:
+            Leftover.num_resets += 1
+            if self.leaves == "thread":
+                threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+            elif self.leaves == "file":
+                self.left.append(os.open("/dev/null", os.O_RDONLY))
+        return f"reset {Leftover.num_resets}"
+
+
 class NoPictures(PictureEnv):
     """Renders only text."""
 
@@ -225,10 +250,10 @@ class NoPictures(PictureEnv):
     action_space = spaces.Discrete(2)
 
 
-def make_three_actions(**kwargs: Any) -> gymnasium.Env:
-    return ThreeActions(Walk(**kwargs))
+def make_two_actions(**kwargs: Any) -> gymnasium.Env:
+    return TwoActions(Walk(**kwargs))
 
 
-for _name in ("Walk", "Faulty", "AnySpace", "Meanings", "AtReset", "NoPictures"):
+for _name in ("Walk", "Faulty", "AnySpace", "Meanings", "AtReset", "Leftover", "NoPictures"):
     gymnasium.register(id=f"{_name}-v0", entry_point=f"{MODULE}:{_name}")
-gymnasium.register(id="ThreeActions-v0", entry_point=make_three_actions)
+gymnasium.register(id="TwoActions-v0", entry_point=make_two_actions)

@@ -166,6 +166,15 @@ def test_an_action_arrives_with_its_type_and_shape(space: str, action: str, expe
     assert texts_of(*step.messages)[0].startswith(expected + "\n")
 
 
+@pytest.mark.parametrize(("leaves", "first"), [("", 2), ("thread", 1), ("file", 1)])
+def test_what_an_environment_computes_once_is_inherited(leaves: str, first: int) -> None:
+    """Every episode's process is forked from a server that has run an environment, unless that left
+    a thread or an open file behind. No process runs a second episode.
+    """
+    played = run_all(make_task("Leftover", kwargs={"leaves": leaves}), *[([], 0, 0)] * 3)
+    assert [texts_of(message)[0].splitlines()[0] for message, _ in played] == [f"reset {first}"] * 3
+
+
 def test_states_have_names() -> None:
     """States with the same picture and text have the same name, also in another episode."""
 
@@ -268,7 +277,7 @@ def test_one_environment_fails_alone(tmp_path: Path) -> None:
         assert said[fault].startswith(f"task.options.id={MODULE}:Faulty-v0: seed {faults.index(fault)}, after 1 steps: ")
         assert remedy in said[fault]
     assert all("\n" not in text for text in errors)
-    assert len([*tmp_path.iterdir()]) == 50 + len(faults) - 3 + 1, "all but 3, and the one that was checked before"
+    assert len([*tmp_path.iterdir()]) == 50 + len(faults) - 3 + 2, "all but 3, and those of the check and of the server"
 
 
 def test_an_episode_that_is_cancelled_is_closed(tmp_path: Path) -> None:
@@ -291,7 +300,7 @@ def test_an_episode_that_is_cancelled_is_closed(tmp_path: Path) -> None:
         await task.close()
 
     asyncio.run(main())
-    assert len([*tmp_path.iterdir()]) == 3
+    assert len([*tmp_path.iterdir()]) == 4
 
 
 ORPHANS = f"""

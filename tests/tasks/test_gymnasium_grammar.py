@@ -149,4 +149,4 @@ def test_where_names_come_from() -> None:
     assert grammar_of("Walk").names == ["walk", "rest", "jump"] and grammar_of("Walk").low == [2]
     assert grammar_of("Walk", actions=["a", "b", "c"]).names == ["a", "b", "c"]
     assert grammar_of("Meanings").names == ["NOOP", "UP", "DOWN", "FIRE"]
-    assert grammar_of("AnySpace").names == [] == grammar_of("ThreeActions").names
+    assert grammar_of("AnySpace").names == [] == grammar_of("TwoActions").names

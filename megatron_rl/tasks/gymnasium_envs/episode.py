@@ -6,6 +6,7 @@ environment are not caught. This module does not import torch.
 
 import base64
 import difflib
+import enum
 import importlib
 import random
 import re
@@ -114,7 +115,7 @@ def read_action_names(env: gymnasium.Env, space: spaces.Discrete) -> list[str]:
     if isinstance(unwrapped, _HasActionMeanings):
         meanings = [str(name) for name in unwrapped.get_action_meanings()]
         return meanings if len({*meanings}) == len(meanings) == space.n else []
-    if isinstance(unwrapped, _HasActionEnum) and isinstance(unwrapped.actions, type) and issubclass(unwrapped.actions, int):
+    if isinstance(unwrapped, _HasActionEnum) and isinstance(unwrapped.actions, type) and issubclass(unwrapped.actions, enum.IntEnum):
         names = {int(member): member.name for member in unwrapped.actions}
         return [names[value] for value in values] if names.keys() >= {*values} else []
     return []
