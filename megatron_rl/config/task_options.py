@@ -243,7 +243,7 @@ class GymnasiumOptions:
         require("" not in self.actions, "task.options.actions", self.actions, "contains an empty name")
         require_choice("task.options.invalid", self.invalid, ("penalize", "repeat", "random"))
         for key, value in (("train_seeds", self.train_seeds), ("eval_seeds", self.eval_seeds)):
-            require(1 <= value <= 1 << 30, f"task.options.{key}", value, "must be in 1..1073741824")
+            require(1 <= value <= 1_000_000, f"task.options.{key}", value, "must be in 1..1000000")
         require(self.processes >= 1, "task.options.processes", self.processes, "must be at least 1")
         require(self.step_timeout_s > 0, "task.options.step_timeout_s", self.step_timeout_s, "must be positive")
 

@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "an environment may have other actions than the policy knows",
+        "megatron_rl/tasks/gymnasium_envs/episode.py",
+        "_require(self.describe() == grammar,",
+        "_require(True,",
+        "tests/tasks/test_gymnasium_env.py -k other_actions",
+    ),
+    Mutant(
         "threads of an environment are forked",
         "megatron_rl/tasks/gymnasium_envs/environment_server.py",
         "if count_resources() != before:",
@@ -20,8 +27,8 @@ MUTANTS = (
     Mutant(
         "an episode of gymnasium has the seed of its group and not of its example",
         "megatron_rl/tasks/gymnasium_envs/task.py",
-        "self._store(await self._request(seed=self.seed))",
-        "self._store(await self._request(seed=seed))",
+        "self._request(seed=self.seed, ",
+        "self._request(seed=seed, ",
         "tests/tasks/test_gymnasium_env.py -k pictures_and_rewards",
     ),
     Mutant(

@@ -151,7 +151,8 @@ class AnySpace(PictureEnv):
 
     def __init__(self, render_mode: str | None = None, *, space: str = "discrete") -> None:
         super().__init__(render_mode)
-        self.action_space, self.last = SPACES[space], "none"
+        by_chance = spaces.Discrete(1 + int.from_bytes(os.urandom(7)))
+        self.action_space, self.last = by_chance if space == "random" else SPACES[space], "none"
 
     def observe(self) -> str:
         return self.last

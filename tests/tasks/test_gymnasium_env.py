@@ -280,6 +280,12 @@ def test_one_environment_fails_alone(tmp_path: Path) -> None:
     assert len([*tmp_path.iterdir()]) == 50 + len(faults) - 3 + 2, "all but 3, and those of the check and of the server"
 
 
+def test_other_actions_than_the_policy_knows() -> None:
+    """An episode fails if its environment has another action space than the one that was checked."""
+    with pytest.raises(PermanentInfraError, match=r"seed 0, after 0 steps: has another action space than when .*: Discrete\(\d+\); "):
+        run(make_task("AnySpace", kwargs={"space": "random"}))
+
+
 def test_an_episode_that_is_cancelled_is_closed(tmp_path: Path) -> None:
     """The environment of a cancelled step finishes this step, is closed and ends; its place in the
     pool is free.
@@ -305,15 +311,16 @@ def test_an_episode_that_is_cancelled_is_closed(tmp_path: Path) -> None:
 
 ORPHANS = f"""
 import asyncio, psutil
+from dataclasses import asdict
 from megatron_rl.config.task_options import GymnasiumOptions
-from megatron_rl.tasks.gymnasium_envs.environment_client import encode_spec, make_environment_pool
+from megatron_rl.tasks.gymnasium_envs.environment_client import encode_spec, load_grammar, make_environment_pool
 
 async def hold() -> None:
     options = GymnasiumOptions(id="{MODULE}:Walk-v0")
-    pool = make_environment_pool(options)
+    pool, grammar = make_environment_pool(options), asdict(load_grammar(options))
     processes = [await pool.acquire(encode_spec(options)) for _ in range(3)]
     for process in processes:
-        await process.send_request(seed=0)
+        await process.send_request(seed=0, grammar=grammar)
     print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
     await asyncio.sleep(60)
 

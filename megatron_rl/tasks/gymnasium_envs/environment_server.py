@@ -45,7 +45,9 @@ def serve_episode(channel: socket.socket, *, spec: EpisodeSpec, timeout_s: float
                     try:
                         if episode is None:
                             episode = Episode(spec)
-                        answer = episode.reset(asked["seed"]) if "seed" in asked else episode.step(asked["action"])
+                        answer = (
+                            episode.reset(asked["seed"], grammar=asked["grammar"]) if "seed" in asked else episode.step(asked["action"])
+                        )
                     except Refused as refused:
                         answer = {"refused": [str(part) for part in refused.args]}
                 answers.send(answer)
@@ -62,7 +64,7 @@ def check_environment(spec: EpisodeSpec, *, seed: int = 0) -> dict[str, Any]:
         episode = Episode(spec)
         try:
             grammar = episode.describe()
-            episode.reset(seed)
+            episode.reset(seed, grammar=grammar)
         finally:
             episode.env.close()
     except Refused as refused:

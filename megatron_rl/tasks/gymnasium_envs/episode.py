@@ -162,12 +162,15 @@ class Episode:
         """Return the grammar as JSON values."""
         return asdict(make_grammar(self.env, self.spec))
 
-    def reset(self, seed: int) -> dict[str, Any]:
+    def reset(self, seed: int, *, grammar: dict[str, Any]) -> dict[str, Any]:
         """Start the episode and return the first observation.
 
         The global generators of Python and numpy are seeded too, for environments that draw from
-        them instead of their own.
+        them instead of their own. The argument `grammar` is the one that the policy knows; it
+        differs from this environment's if the action space depends on more than the settings.
         """
+        has_changed = f"has another action space than when it was checked: {_one_line(self.action_space)}; the space must stay the same"
+        _require(self.describe() == grammar, "task.options.id", self.spec.id, has_changed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         observation, _ = self.env.reset(seed=seed)

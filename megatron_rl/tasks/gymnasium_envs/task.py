@@ -18,7 +18,7 @@ import random
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -86,7 +86,7 @@ class GymnasiumEnv(Env):
         """
         self.rng.seed(seed)
         self.process = await self.process_pool.acquire(encode_spec(self.options))
-        self._store(await self._request(seed=self.seed))
+        self._store(await self._request(seed=self.seed, grammar=asdict(self.grammar)))
         return [self._make_message()]
 
     @property
