@@ -76,7 +76,7 @@ def import_environment(full_id: str) -> str:
                 raise Refused("task.options.id", full_id, f"{remedy}; install its package: pip install {known[1]}") from error
             raise Refused("task.options.id", full_id, f"{remedy}; install its package, or add its folder to PYTHONPATH") from error
     if name not in gymnasium.registry:
-        near = difflib.get_close_matches(name, gymnasium.registry, cutoff=0.5)
+        near = difflib.get_close_matches(name, gymnasium.registry, cutoff=0.75)
         remedy = f"not registered; did you mean {' or '.join(near)}?" if near else "not registered; name its module: my_module:MyEnv-v0"
         raise Refused("task.options.id", full_id, remedy)
     return name
