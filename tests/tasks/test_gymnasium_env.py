@@ -166,13 +166,14 @@ def test_an_action_arrives_with_its_type_and_shape(space: str, action: str, expe
     assert texts_of(*step.messages)[0].startswith(expected + "\n")
 
 
-@pytest.mark.parametrize(("leaves", "first"), [("", 2), ("thread", 1), ("file", 1)])
-def test_what_an_environment_computes_once_is_inherited(leaves: str, first: int) -> None:
-    """Every episode's process is forked from a server that has run an environment, unless that left
-    a thread or an open file behind. No process runs a second episode.
+@pytest.mark.parametrize("leaves", ["", "thread", "file"])
+def test_what_an_environment_computes_once_is_inherited(leaves: str) -> None:
+    """Every episode's process is forked from a server that has run environments, unless that left a
+    thread or an open file behind. No process runs a second episode.
     """
     played = run_all(make_task("Leftover", kwargs={"leaves": leaves}), *[([], 0, 0)] * 3)
-    assert [texts_of(message)[0].splitlines()[0] for message, _ in played] == [f"reset {first}"] * 3
+    first, *others = [int(texts_of(message)[0].splitlines()[0].removeprefix("reset ")) for message, _ in played]
+    assert others == [first] * 2 and (first == 1 if leaves else 1 < first <= 17)
 
 
 def test_states_have_names() -> None:
