@@ -7,7 +7,7 @@ A custom task subclasses `Task` and implements `examples` and `env`; everything 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from megatron_rl.config import TaskSettings, require
 from megatron_rl.data.transcripts import TRANSCRIPTS_SPLIT, load_demonstrations
@@ -16,6 +16,8 @@ from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
 
 if TYPE_CHECKING:  # imports openai
     from megatron_rl.rewards.judge import Judge
+
+Options = TypeVar("Options")
 
 
 @dataclass(slots=True, frozen=True)
@@ -167,6 +169,18 @@ class Task(ABC):
         is an index into `examples`.
         """
         return {}
+
+
+def require_options(settings: TaskSettings, kind: type[Options]) -> Options:
+    """Return the options of the task, with defaults if none are set.
+
+    Raises:
+        ValueError: The options are those of a different task.
+    """
+    options = kind() if settings.options is None else settings.options
+    remedy = f"are options of a different task; choose task={settings.name}"
+    require(isinstance(options, kind), "task.options", options, remedy)
+    return cast(Options, options)
 
 
 def require_task(name: str, task: Any) -> None:

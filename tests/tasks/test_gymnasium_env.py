@@ -239,7 +239,7 @@ def test_seeds_of_training_and_evaluation_differ() -> None:
 
 
 def test_one_environment_fails_alone(tmp_path: Path) -> None:
-    """Of 58 environments at once, 8 fail in different ways. The other 50 finish, and the event loop
+    """While 8 of 58 environments fail in different ways, the other 50 finish, and the event loop
     runs while one hangs. Every environment is closed that has not lost its process.
     """
     task = make_task("Faulty", step_timeout_s=2.0, kwargs={"closed": str(tmp_path)})

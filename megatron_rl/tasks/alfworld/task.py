@@ -19,12 +19,11 @@ import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config import TaskSettings, require, require_choice
 from megatron_rl.config.task_options import AlfworldOptions
 from megatron_rl.rewards.rubric import RewardFn, RewardInput, RewardTerm, Rubric, TurnRewardTerm, environment_rewards
-from megatron_rl.rollout.task import Env, Step, Task
+from megatron_rl.rollout.task import Env, Step, Task, require_options
 from megatron_rl.tasks.alfworld.action_parser import ACTION_PARSERS, InvalidAction
 from megatron_rl.tasks.alfworld.game_files import (
     MAKE_COMMAND,
@@ -173,9 +172,7 @@ class AlfworldTask(Task):
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)
         settings.require_no_words()
-        options = AlfworldOptions() if settings.options is None else settings.options
-        require(isinstance(options, AlfworldOptions), "task.options", options, "are options of a different task; choose task=alfworld")
-        self.options: Any = options
+        options = self.options = require_options(settings, AlfworldOptions)
         for key, turns in (("task.max_turns", settings.max_turns), ("task.eval_max_turns", settings.eval_max_turns)):
             require(turns <= MAX_STEPS, key, turns, f"must be at most {MAX_STEPS} (steps per episode)")
         self.player_pool = make_player_pool(options.processes, timeout_s=options.call_s)

@@ -26,7 +26,7 @@ from PIL.Image import Image as Picture
 
 from megatron_rl.config import TaskSettings, require
 from megatron_rl.config.task_options import GameOptions
-from megatron_rl.rollout.task import Env, Step, Task
+from megatron_rl.rollout.task import Env, Step, Task, require_options
 from megatron_rl.tasks.gym_cards.card_action_parser import ACTION_PARSERS, InvalidAction, find_action_start
 from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
 
@@ -145,9 +145,7 @@ class GameTask(Task):
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)
         settings.require_no_words()
-        options = self.Options() if settings.options is None else settings.options
-        require(isinstance(options, self.Options), "task.options", options, f"are options of a different task; choose task={self.name}")
-        self.options: Any = options
+        self.options: Any = require_options(settings, self.Options)
 
     def require_turns(self, max_steps: int, *, eval_max_steps: int) -> None:
         """Raise ValueError if the configured number of turns exceeds the game's step limit."""

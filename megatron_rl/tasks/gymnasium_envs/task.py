@@ -28,7 +28,7 @@ from megatron_rl.config import TaskSettings, require
 from megatron_rl.config.task_options import GymnasiumOptions
 from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.rewards.rubric import RewardFn, RewardInput, RewardTerm, Rubric, TurnRewardTerm, environment_rewards
-from megatron_rl.rollout.task import Env, Step, Task
+from megatron_rl.rollout.task import Env, Step, Task, require_options
 from megatron_rl.tasks.gym_cards.card_action_parser import InvalidAction, find_action_start
 from megatron_rl.tasks.gym_cards.game import INVALID_ACTION_REWARD, invalid_fraction
 from megatron_rl.tasks.gymnasium_envs.action_grammar import Action, ActionGrammar
@@ -168,8 +168,7 @@ class GymnasiumTask(Task):
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)
         settings.require_no_words()
-        options = GymnasiumOptions() if settings.options is None else settings.options
-        require(isinstance(options, GymnasiumOptions), "task.options", options, "are options of a different task; choose task=gymnasium")
+        options = require_options(settings, GymnasiumOptions)
         require(bool(options.id), "task.options.id", "", "is empty; choose an environment, e.g. task.options.id=MiniGrid-DoorKey-5x5-v0")
         self.options = options
         self.process_pool = make_environment_pool(options)
