@@ -49,41 +49,49 @@ Exit code 0: a run can start; 1: it cannot.
 """
 EVALUATE_USAGE = """Evaluates a checkpoint on a task's examples, without training; accepts a run's arguments.
 
-    python launch/evaluate.py task=number_line model.path=runs/quickstart/grpo/final run.dir=runs/evaluations/quickstart
-    python launch/evaluate.py task=number_line model.path=3b run.dir=runs/evaluations/3b evaluation.samples=8 evaluation.temperature=1
-    python launch/evaluate.py task=number_line model.path=NAME run.dir=runs/evaluations/far 'evaluation.urls=[http://127.0.0.1:8000/v1]'
+    python launch/evaluate.py task=number_line model.path=runs/quickstart/grpo/final \\
+        run.dir=runs/evaluations/quickstart
+    python launch/evaluate.py task=number_line model.path=3b run.dir=runs/evaluations/3b \\
+        evaluation.samples=8 evaluation.temperature=1
+    python launch/evaluate.py task=number_line model.path=NAME run.dir=runs/evaluations/far \\
+        'evaluation.urls=[http://127.0.0.1:8000/v1]'
 
-Writes evaluation.json (scores and their conditions), examples.jsonl (one line per example) and all episodes to run.dir. The same command
-resumes an evaluation that was stopped or killed. launch/compare.py compares evaluations.
+Writes evaluation.json (scores and their conditions), examples.jsonl (one line per example) and all
+episodes to run.dir. The same command resumes an evaluation that was stopped or killed.
+launch/compare.py compares evaluations.
 
     python launch/evaluate.py --help evaluation    # its settings
     python launch/train.py --help                  # names of experiments, and all settings
 """
 RESCORE_USAGE = """Recomputes the rewards of recorded rollouts; accepts a run's arguments.
 
-    python launch/rescore.py experiment=numberline_grpo_cpu rollouts.replay_from=runs/all/rollouts run.dir=runs/scored
-    python launch/train.py experiment=numberline_grpo_cpu run.mode=replay run.eval_every=0 run.dir=runs/again \\
-        rollouts.replay_from=runs/scored/rollouts
+    python launch/rescore.py experiment=numberline_grpo_cpu run.dir=runs/scored \\
+        rollouts.replay_from=runs/all/rollouts
+    python launch/train.py experiment=numberline_grpo_cpu run.dir=runs/again run.mode=replay \\
+        run.eval_every=0 rollouts.replay_from=runs/scored/rollouts
 
-rollouts.replay_from is the rollouts folder of a run with rollouts.save=all. The same command resumes a stopped or killed rescoring.
+rollouts.replay_from is the rollouts folder of a run with rollouts.save=all. The same command
+resumes a rescoring that was stopped or killed.
 
     python launch/train.py --help       # names of experiments, and settings
 """
 SERVE_USAGE = """Starts only the external services of a run, in a job of their own; accepts the run's arguments.
 
-    python launch/serve.py experiment=vqa_3b_1gpu model.path=3b 'services.judge={kind: vllm, model: 7b, external: true}'
+    python launch/serve.py experiment=vqa_3b_1gpu model.path=3b \\
+        'services.judge={kind: vllm, model: 7b, external: true}'
 
-Their addresses are written to run.dir, where a run with the same arguments waits for them. Exit code 0: the run is finished; 75: a signal
-stopped the services.
+Their addresses are written to run.dir, where a run with the same arguments waits for them. Exit
+code 0: the run is finished; 75: a signal stopped the services.
 
     python launch/train.py --help services      # their settings
 """
 SERVER_COMMAND_USAGE = """Prints the command that starts a vLLM server for each URL in engine.urls; accepts a run's arguments.
 
-    python launch/server_command.py experiment=vqa_3b_1gpu model.path=3b engine.mode=server engine.token_file=FILE \\
-        'engine.urls=[http://node2:8000]'
+    python launch/server_command.py experiment=vqa_3b_1gpu model.path=3b engine.mode=server \\
+        engine.token_file=FILE 'engine.urls=[http://node2:8000]'
 
-Run each command on the node of its URL. The server accepts only requests with the token in engine.token_file.
+Run each command on the node of its URL. The server accepts only requests with the token in
+engine.token_file.
 
     python launch/train.py --help engine        # the settings of engines
 """
