@@ -97,6 +97,26 @@ def test_every_view_fits_its_window(width: int, scheme: str, page: BrowserPage, 
 
 
 @needs_chromium
+def test_screen_readers(page: BrowserPage, url: str) -> None:
+    """Every input has a label, every image a description, every column header a scope, and every
+    navigation, region and chart a name.
+    """
+    unnamed = """[...document.querySelectorAll('main input, main select, header input, img, thead th, nav, [role]')].filter(each =>
+        each.matches('input, select') ? !each.labels.length || !each.labels[0].textContent.trim()
+        : each.tagName === 'IMG' ? !each.alt : each.tagName === 'TH' ? !each.scope
+        : each.id !== 'banner' && !each.getAttribute('aria-label')
+    ).map(each => each.outerHTML.slice(0, 200))"""
+    num_inputs = 0
+    for view in VIEWS:
+        page.navigate(f"{url}#/{view}")
+        assert page.evaluate(unnamed) == [], view
+        num_inputs += page.evaluate("document.querySelectorAll('main input, main select').length")
+    assert num_inputs >= 20
+    page.evaluate("document.querySelector('main').append(...['img', 'input', 'nav'].map(tag => document.createElement(tag))), 0")
+    assert page.evaluate(unnamed) == ["<img>", "<input>", "<nav></nav>"]
+
+
+@needs_chromium
 def test_curves_of_two_runs(page: BrowserPage, url: str) -> None:
     """Two runs have one line each, in different colors; with one run selected there is one line, in
     the same color as before. The legend has its last value, and the value at the pointer.
