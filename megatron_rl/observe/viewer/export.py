@@ -1,10 +1,10 @@
 """Writes the page and the data of runs as files, which any web server can serve.
 
-DIR/index.html, *.js, *.css     the page
-DIR/data/runs.json, overview.json
-DIR/data/0/curves.json, rollouts.json, examples.json                  of the first run
-DIR/data/0/episodes/STEP_ROW.json, groups/STEP_GROUP.json
-DIR/picture/RUN/KEY.png
+- DIR/index.html, *.js, *.css: the page.
+- DIR/data/runs.json, overview.json: all runs.
+- DIR/data/0/curves.json, rollouts.json, examples.json: the first run.
+- DIR/data/0/episodes/STEP_ROW.json, groups/STEP_GROUP.json: its rollouts and groups.
+- DIR/picture/RUN/KEY.png: images.
 """
 
 import json
