@@ -35,6 +35,7 @@ from megatron_rl.rollout.scheduler import choose_prompts
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
 from tests.conftest import ROOT, SUPPORT
 from tests.contracts.test_configs import settings_of
+from tests.observe.test_viewer import CHROMIUM
 from tests.support import fork_server
 from tests.support.fake_listener import FakeEngineHolder
 from tests.support.listener_clients import serve_listener
@@ -434,6 +435,13 @@ def test_viewer_folder() -> None:
     assert line[0] == "short" and int(line[1]) > 1 and line[13] == f"{int(line[1]) * 256}, 0"
     assert float(line[4]) > 0 and all(float(cell) >= 0 for cell in line[5:13]), "a request that is refused is told by its code"
     assert 50 < float(line[14]) < 8000
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+def test_viewer_page() -> None:
+    """Every view is drawn in Chromium; the measured times are positive."""
+    lines = rows(said_by("viewer_page", "--tiny"))
+    assert len(lines) == 6 and all(name.startswith("rollouts") and 0 < float(seconds) < 60 for name, seconds in lines)
 
 
 def test_thin_run(tmp_path: Path) -> None:

@@ -53,6 +53,13 @@ MUTANTS = (
         "tests/observe/test_viewer_keys.py -k words_of",
     ),
     Mutant(
+        "requests at the same time read the same files",
+        "megatron_rl/observe/viewer/store.py",
+        "        with self._lock:\n            return self._update_table()\n",
+        "        return self._update_table()\n",
+        "tests/observe/test_viewer.py -k read_once",
+    ),
+    Mutant(
         "a run that was killed counts as running",
         "megatron_rl/observe/viewer/overview.py",
         "age_s < max(ACTIVE_STEPS * step_s, MIN_ACTIVE_S)",

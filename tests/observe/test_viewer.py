@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -25,7 +26,8 @@ from starlette.testclient import TestClient
 
 from megatron_rl.io.jsonl import write_lines_atomically
 from megatron_rl.observe.recorder import BestWorstRecorder, save_images
-from megatron_rl.observe.rollout_store import step_path, write_step
+from megatron_rl.observe.rollout_store import read_columns, step_path, write_step
+from megatron_rl.observe.viewer import store
 from megatron_rl.observe.viewer.__main__ import main
 from megatron_rl.observe.viewer.demo import COLORS, make_demo_run
 from megatron_rl.observe.viewer.store import TABLE_COLUMNS, find_runs, label_folders
@@ -354,6 +356,22 @@ def test_it_ends_in_one_line(
     monkeypatch.chdir(tmp_path)
     assert main(["run", *options]) == 2
     assert re.fullmatch(said.replace("()", r"\(\)"), capsys.readouterr().err)
+
+
+def test_tables_are_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests at the same time read each file once."""
+    read: list[Path] = []
+
+    def read_slowly(path: Path, names: Sequence[str]) -> pa.Table:
+        read.append(path)
+        time.sleep(0.05)
+        return read_columns(path, names)
+
+    monkeypatch.setattr(store, "read_columns", read_slowly)
+    folder = store.RunFolder(run)
+    with ThreadPoolExecutor(3) as threads:
+        tables = list(threads.map(lambda _: folder.rollout_table(), range(3)))
+    assert len(read) == len(set(read)) == 3 and all(table.num_rows == 27 for table in tables)
 
 
 def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:

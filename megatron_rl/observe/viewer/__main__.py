@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 
 import pyarrow as pa
 import uvicorn
@@ -108,8 +109,15 @@ def serve_viewer(options: argparse.Namespace) -> int:
         print(f"http://{host}:{port}/", flush=True)
         hosts = ["127.0.0.1", "localhost", options.host, socket.gethostname(), *options.allow]
         app = create_app(folders, hosts=hosts, token=token)
+        Thread(target=read_tables, args=(folders,), daemon=True).start()
         uvicorn.Server(make_uvicorn_config(app, ConnectionRegistry())).run(sockets=[listening])
     return 0
+
+
+def read_tables(folders: Mapping[str, RunFolder]) -> None:
+    """Read the tables of all runs before the page asks for them."""
+    for folder in folders.values():
+        folder.rollout_table()
 
 
 def export_page(options: argparse.Namespace, folders: Mapping[str, RunFolder]) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any, cast
 
 import pyarrow as pa
@@ -70,6 +71,8 @@ class RunFolder:
     path: Path
     _tables: dict[Path, tuple[int, pa.Table]] = field(default_factory=dict)
     _skipped: dict[Path, str] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+    """Held while tables are read, so that requests at the same time read each file only once."""
 
     @property
     def skipped(self) -> list[str]:
@@ -101,6 +104,10 @@ class RunFolder:
         The rows of a step come from the rollout store if it contains the step, else from the step's
         best and worst rollouts.
         """
+        with self._lock:
+            return self._update_table()
+
+    def _update_table(self) -> pa.Table:
         folder = self.path / ROLLOUTS_FOLDER
         banked = {step_number(path): path for path in list_step_files(folder)}
         kept = [path for path in sorted(folder.glob("step_*.jsonl")) if STEP_NAME_PATTERN.fullmatch(path.stem)]
