@@ -6,6 +6,7 @@ groups are documented in the kernel's Documentation/admin-guide/cgroup-v1 and cg
 """
 
 import errno
+import fcntl
 import os
 import time
 import uuid
@@ -128,10 +129,12 @@ class ControlGroups:
         name = f"sandbox-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.pool_dirs = [place / name for place in self.parent_dirs]
         self.slots: list[ControlGroup] = []
+        self._locks: list[int] = []
         try:
             for place in self.parent_dirs:
                 self._delegate_controllers(place)
                 (place / name).mkdir()
+                self._locks.append(_lock(place / name))
                 self._delegate_controllers(place / name)
             for slot in range(size):
                 paths = tuple(top / str(slot) for top in self.pool_dirs)
@@ -160,6 +163,8 @@ class ControlGroups:
                     break
                 except OSError:
                     time.sleep(0.01)
+        while self._locks:
+            os.close(self._locks.pop())
 
     def _delegate_controllers(self, place: Path) -> None:
         """Enable the controllers for child groups of `place`.
@@ -196,14 +201,38 @@ class ControlGroups:
                 (folder[controller] / name).write_text(value)
 
     def _remove_stale_groups(self) -> None:
-        """Remove the groups of pools that were killed before they could remove their groups."""
+        """Remove the groups of pools that were killed before they could remove their groups.
+
+        A running pool may be in another PID namespace, such as that of a container, so the groups
+        of a process that is not found here are removed only if nobody holds their lock.
+        """
         for top in [top for place in self.parent_dirs for top in place.glob("sandbox-*-*")]:
             if not Path("/proc", top.name.split("-")[1]).exists():
+                try:
+                    lock = _lock(top)
+                except OSError:  # a running pool holds it, or another pool has just removed the group
+                    continue
                 for path in [*(entry for entry in top.iterdir() if entry.is_dir()), top]:
                     try:
                         path.rmdir()
                     except OSError:  # owned by another user, or being removed by another pool
                         break
+                os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    """Lock a directory, without waiting, until the returned descriptor is closed.
+
+    The kernel releases the lock when the process dies. Raises BlockingIOError if another process
+    holds the lock, and other OSErrors if the directory cannot be opened.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def find_own_groups(proc: Path = Path("/proc/self")) -> dict[str, Path]:

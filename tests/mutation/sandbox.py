@@ -4,6 +4,20 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a pool does not lock its control groups",
+        "sandbox/cgroups.py",
+        "self._locks.append(_lock(place / name))",
+        "self._locks.append(os.dup(2))",
+        "tests/sandbox/test_sandbox_limits.py -k leaves_this_one_alone",
+    ),
+    Mutant(
+        "control groups are removed although their pool holds the lock",
+        "sandbox/cgroups.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        "tests/sandbox/test_sandbox_limits.py -k leaves_this_one_alone",
+    ),
+    Mutant(
         "an answer's bytes have no bound near what was asked for",
         "sandbox/bounded_http.py",
         "if len(content) > max_bytes:",

@@ -2,6 +2,8 @@
 tests/sandbox/test_sandbox_limits.py uses the real control groups of the host."""
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,3 +126,25 @@ def test_groups_of_a_dead_pool_are_swept(tmp_path: Path):
     for place in parents.values():
         assert not (place / "sandbox-4194305-0").exists()
         assert (place / "sandbox-1-0" / "3").exists()
+
+
+def test_groups_of_a_pool_in_another_pid_namespace_are_kept(tmp_path: Path):
+    """Groups are kept if a process that is not visible here has locked them, and removed once that
+    process has been killed."""
+    parents = {name: tmp_path / name for name in cgroups.CONTROLLERS}
+    for place in parents.values():
+        (place / "sandbox-4194305-0" / "3").mkdir(parents=True)
+    code = (
+        "import fcntl, os, pathlib, sys, time\n"
+        "for place in pathlib.Path(sys.argv[1]).glob('*/sandbox-*'):\n"
+        "    fcntl.flock(os.open(place, os.O_RDONLY), fcntl.LOCK_EX)\n"
+        "print('locked', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "locked\n"
+        cgroups.ControlGroups(size=1, limits=BoxLimits(), parents=parents)
+        assert all((place / "sandbox-4194305-0" / "3").exists() for place in parents.values())
+        other.kill()
+    cgroups.ControlGroups(size=1, limits=BoxLimits(), parents=parents)
+    assert not any((place / "sandbox-4194305-0").exists() for place in parents.values())

@@ -4,6 +4,9 @@ host."""
 import asyncio
 import os
 import re
+import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ import pytest
 from PIL import Image
 
 from megatron_rl_sandbox import BoxClosed, BoxLimits, Fault, Layers, PoolFull, SandboxPool
+from megatron_rl_sandbox.cgroups import find_own_groups
 from tests.support.sandbox_pool import PoolRunner, snapshot_host, start_pool
 
 LIMITS = BoxLimits(
@@ -26,6 +30,30 @@ LIMITS = BoxLimits(
 @pytest.fixture(scope="module")
 def room() -> Iterator[PoolRunner]:
     yield from start_pool(LIMITS, size=2)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and util-linux")
+def test_a_pool_in_another_pid_namespace_leaves_this_one_alone():
+    """The processes of this pool are not visible there, although both see the same control groups.
+    The groups of this pool, which are empty before its first box, are kept."""
+    if "memory" not in find_own_groups():
+        pytest.skip("no control groups for memory")
+    for pool in start_pool(LIMITS, size=2):
+        groups = snapshot_host()["groups"]
+        code = (
+            "from megatron_rl_sandbox import BoxLimits, cgroups\ncgroups.ControlGroups(size=1, limits=BoxLimits()).close()\nprint('made')\n"
+        )
+        other = subprocess.run(
+            ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert other.stdout == "made\n", other.stderr
+        assert groups and groups == snapshot_host()["groups"]
+        (result,) = pool.run_codes("print(1)")
+        assert (result.text, result.fault) == ("1\n", Fault.NONE)
 
 
 @pytest.mark.parametrize(
