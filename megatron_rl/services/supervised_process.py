@@ -13,23 +13,13 @@ from pathlib import Path
 
 import psutil
 
+from megatron_rl import supervisor
 from megatron_rl.io.bounded_files import read_tail
-from megatron_rl.services import supervisor
+from megatron_rl.supervisor import STOP_TIMEOUT_S, TORCHRUN_PREFIXES
 from megatron_rl_sandbox.token import USER_KEY_VARIABLES
 
-STOP_TIMEOUT_S = 3 * supervisor.TERM_GRACE_S
-"""Timeout in seconds for a supervisor to end its server (up to TERM_GRACE_S) and then the server's
-remaining descendants (up to TERM_GRACE_S again).
-"""
 MAX_LOG_TAIL_CHARS = 300
 """Maximum number of characters that an error message quotes from the last line of a log."""
-TORCHRUN_PREFIXES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_",
-    "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_",
-)  # fmt: skip
-"""Prefixes of the environment variables that torchrun sets for a rank. A server does not inherit
-these variables, because it is not a rank.
-"""
 
 
 class SupervisedProcess:

@@ -95,6 +95,6 @@ def test_kill_9_ends_all_of_it(killed: Killed) -> None:
 
     The address files that are left behind are not treated as addresses of running services.
     """
-    assert sum("services/supervisor.py" in line for line in killed.started) == 2 and len(killed.started) >= 5, killed.started
+    assert sum("megatron_rl/supervisor.py" in line for line in killed.started) == 2 and len(killed.started) >= 5, killed.started
     assert not killed.left
     assert not find_address(killed.home / "run", "judge", "vllm") and not find_address(killed.home / "run", "sandbox", "sandbox")

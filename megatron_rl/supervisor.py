@@ -21,6 +21,17 @@ import psutil
 
 TERM_GRACE_S = 10.0
 """Number of seconds between SIGTERM and SIGKILL."""
+STOP_TIMEOUT_S = 3 * TERM_GRACE_S
+"""Timeout in seconds for a supervisor to end its command (up to TERM_GRACE_S) and then the
+remaining descendants of the command (up to TERM_GRACE_S again).
+"""
+TORCHRUN_PREFIXES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_",
+    "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_",
+)  # fmt: skip
+"""Prefixes of the environment variables that torchrun sets for a rank. The command should
+not inherit these variables, because it is not a rank.
+"""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
 
