@@ -24,7 +24,7 @@ from megatron_rl.clients.endpoint_pool import Endpoint, EndpointPool
 from megatron_rl.clients.openai import api_key, make_client, translate_errors
 from megatron_rl.config import EvaluationSettings, ModelSettings
 from megatron_rl.rollout.conversation import SequenceLimits
-from megatron_rl.rollout.engine import SamplingSettings
+from megatron_rl.rollout.engine import ResponseSize, SamplingSettings
 from megatron_rl.rollout.episode import EpisodeSettings, require_access, run_episode
 from megatron_rl.rollout.renderer import image_key
 from megatron_rl.rollout.task import Task
@@ -118,7 +118,10 @@ class ChatConversation:
         self._client, self._limits = client, limits
         self.sequences: list[TokenSequence] = []
         self.turns: list[Turn] = []
+        self.response_size: ResponseSize | None = None
         self._messages: list[dict[str, object]] = []
+        self._histories: list[tuple[list[dict[str, object]], list[Image]]] = []
+        """Messages and images up to and including the response of each turn."""
         self.prompt_text = ""
         """First prompt of the episode as text."""
 
@@ -132,16 +135,21 @@ class ChatConversation:
         text = await self._client.generate(self._messages, sampling)
         self._messages.append({"role": "assistant", "content": text})
         self.turns.append(Turn(sequence=len(self.sequences) - 1, token_span=(0, 0), text=text))
+        self._histories.append((list(self._messages), list(self.sequences[-1].images)))
         return text
 
     def char_to_token(self, char: int) -> None:
         """Return None, because the tokens are unknown."""
 
-    async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
+    async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool, after_turn: int | None = None) -> StopReason | None:
         """Add an observation; if `is_new_prompt` is set, start a new sequence with a new prompt.
 
         Return a stop reason if a limit is exceeded, else None.
         """
+        if not is_new_prompt and after_turn not in (None, len(self.turns) - 1):
+            history, images = self._histories[after_turn]
+            self._messages = list(history)
+            self.sequences.append(TokenSequence(images=list(images)))
         end = await self._append_messages(messages, is_new_prompt=is_new_prompt)
         if end is None and not is_new_prompt:
             self.turns[-1].images = self.sequences[-1].images[-len(extract_images(messages)) :] if extract_images(messages) else []

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from megatron_rl.rollout.engine import InferenceEngine, SamplingSettings
+from megatron_rl.rollout.engine import InferenceEngine, ResponseSize, SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.transcript_segments import extract_images
 from megatron_rl.types import Image, Message, StopReason, TokenSequence, Turn
@@ -54,6 +54,8 @@ class Conversation(Protocol):
 
     sequences: list[TokenSequence]
     turns: list[Turn]
+    response_size: ResponseSize | None
+    """Size of the last response; None if unknown."""
 
     async def start(self, messages: Sequence[Message]) -> StopReason | None:
         """Add the prompt; return a stop reason if the prompt exceeds a limit, else None.
@@ -78,11 +80,12 @@ class Conversation(Protocol):
         """
         ...
 
-    async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
+    async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool, after_turn: int | None = None) -> StopReason | None:
         """Add the observation that follows a response, unless a limit would be exceeded.
 
         Returns a stop reason if a limit would be exceeded, else None. If `is_new_prompt` is True,
-        `messages` are a complete prompt and start a new sequence.
+        `messages` are a complete prompt and start a new sequence. Otherwise, they follow the
+        response of turn `after_turn` (None: of the last turn); see rollout.task.Step.after_turn.
         """
         ...
 
@@ -152,6 +155,9 @@ class TokenConversation:
         self._shared_prompt = shared_prompt or SharedPrompt(renderer, 1)
         self.sequences: list[TokenSequence] = []
         self.turns: list[Turn] = []
+        self.response_size: ResponseSize | None = None
+        self._current = 0
+        """Index in `sequences` of the sequence that the next response continues."""
         self._requested_version: int | None = None
 
     @property
@@ -171,16 +177,17 @@ class TokenConversation:
         return self._limits.exceeds(TokenSequence(), self.sequences[0])
 
     async def generate(self, sampling: SamplingSettings) -> str:
-        """Sample a response, append it to the last sequence, and return its text."""
-        context = self.sequences[-1]
+        """Sample a response, append it to the current sequence, and return its text."""
+        context = self.sequences[self._current]
         start = len(context.token_ids)
         num_remaining = self._limits.max_sequence_tokens - start
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, num_remaining))
         self._requested_version = self._engine.weight_version if self._requested_version is None else self._requested_version
         completion = await self._engine.generate(context.token_ids, context.images, sampling)
         context.extend(completion.token_ids, logprobs=completion.logprobs, versions=completion.weight_versions)
+        self.response_size = ResponseSize(start, len(completion.token_ids), completion.is_stopped)
         text = self._renderer.decode_response(completion.token_ids)
-        self.turns.append(Turn(sequence=len(self.sequences) - 1, token_span=(start, len(context.token_ids)), text=text))
+        self.turns.append(Turn(sequence=self._current, token_span=(start, len(context.token_ids)), text=text))
         return text
 
     def char_to_token(self, char: int) -> int:
@@ -190,24 +197,31 @@ class TokenConversation:
         response.
         """
         start, stop = self.turns[-1].token_span
-        return start + self._renderer.char_to_token(self.sequences[-1].token_ids[start:stop], char)
+        return start + self._renderer.char_to_token(self.sequences[self.turns[-1].sequence].token_ids[start:stop], char)
 
-    async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
+    async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool, after_turn: int | None = None) -> StopReason | None:
         """Render an observation and append it, unless a limit would be exceeded.
 
         Returns a stop reason if a limit would be exceeded, else None.
         """
-        context = TokenSequence() if is_new_prompt else self.sequences[-1]
+        turn = self.turns[-1 if after_turn is None else after_turn]
+        continued = self.sequences[turn.sequence]
+        is_branch = not is_new_prompt and turn.token_span[1] < len(continued.token_ids)
+        if is_branch:
+            continued = copy_prefix(continued, turn.token_span[1], image_token_id=self._renderer.image_token_id)
+        context = TokenSequence() if is_new_prompt else continued
         render = partial(self._renderer.prompt if is_new_prompt else partial(self._renderer.observation, context), messages)
         more = await render_off_loop(self._renderer, render, messages)
         end = self._limits.exceeds(context, more)
         if end is not None:
             return end
         self.turns[-1].images = list(more.images)
-        if is_new_prompt:
-            self.sequences.append(more)
+        context.extend(more.token_ids, images=tuple(more.images))
+        if is_new_prompt or is_branch:
+            self.sequences.append(context)
+            self._current = len(self.sequences) - 1
         else:
-            context.extend(more.token_ids, images=tuple(more.images))
+            self._current = turn.sequence
         return None
 
 
@@ -219,6 +233,25 @@ async def render_off_loop(renderer: Renderer, render_fn: Callable[[], T], messag
     """
     pixels = sum(picture.width * picture.height for picture in extract_images(messages))
     return render_fn() if pixels < renderer.max_inline_pixels else await renderer.run_in_thread(render_fn)
+
+
+def copy_prefix(context: TokenSequence, length: int, *, image_token_id: int) -> TokenSequence:
+    """Return the first `length` tokens of a sequence, with their images, as a new sequence.
+
+    No token of the copy has a loss, because the sampled tokens are trained on in the original.
+    """
+    tokens = context.token_ids[:length]
+    num_left = tokens.count(image_token_id)
+    images = []
+    for image in context.images:
+        if num_left <= 0:
+            break
+        images.append(image)
+        num_left -= image.num_tokens
+    assert num_left == 0, "a prefix ends after a response, so it contains no part of an image"
+    copy = TokenSequence()
+    copy.extend(tokens, images=tuple(images))
+    return copy
 
 
 def count_pixels(images: Sequence[Image]) -> int:

@@ -62,6 +62,16 @@ class Completion:
 
 
 @dataclass(slots=True, frozen=True)
+class ResponseSize:
+    """Numbers of tokens of a response and of the context that it continues."""
+
+    num_prompt_tokens: int
+    num_tokens: int
+    is_stopped: bool
+    """False if the response was cut off at its token limit."""
+
+
+@dataclass(slots=True, frozen=True)
 class ImageInput:
     """Image in a request: its patches, and the position and number of its placeholder tokens.
 

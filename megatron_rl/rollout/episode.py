@@ -137,6 +137,8 @@ async def _run_turns(
         with timer("reply"):
             text = await conversation.generate(SamplingSettings(settings.max_new_tokens, settings.temperature, seed=seed, stop=stop))
         asked = clock()
+        if conversation.response_size is not None:
+            env.note_response_size(conversation.response_size)
         with timer("environment") as words:
             step = await _with_timeout(env.step(text), settings.env_timeout_s, task=rollout.task)
             if step.tool_call is not None:
@@ -158,7 +160,7 @@ async def _run_turns(
         if settings.max_seconds and clock() - started > settings.max_seconds:
             return StopReason.MAX_SECONDS
         with timer("prompt"):
-            end = await conversation.observe(step.messages, is_new_prompt=step.is_new_prompt)
+            end = await conversation.observe(step.messages, is_new_prompt=step.is_new_prompt, after_turn=step.after_turn)
         if end is not None:
             return end
 

@@ -16,6 +16,7 @@ from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
 
 if TYPE_CHECKING:  # imports openai
     from megatron_rl.rewards.judge import Judge
+    from megatron_rl.rollout.engine import ResponseSize
 
 Options = TypeVar("Options")
 
@@ -47,6 +48,11 @@ class Step:
     """True if `messages` are a complete prompt, including the environment's state, and start a new
     sequence; False if `messages` continue the current sequence.
     """
+    after_turn: int | None = None
+    """Index of the turn that `messages` follow; None for the last turn. If an earlier turn is
+    named, `messages` start a branch that shares the tokens up to the end of that turn. Not used if
+    `is_new_prompt` is True.
+    """
 
 
 class Env(ABC):
@@ -75,6 +81,13 @@ class Env(ABC):
     async def step(self, text: str) -> Step:
         """Apply the policy's response `text` and return the result."""
         ...
+
+    def note_response_size(self, size: "ResponseSize") -> None:
+        """Receive the numbers of tokens of the response that the next call of `step` applies.
+
+        The default does nothing. The method is not called if the numbers are unknown.
+        """
+        return
 
     async def close(self) -> None:
         """Release the resources of the episode."""

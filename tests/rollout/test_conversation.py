@@ -136,6 +136,7 @@ class Words:
     turns: list[Turn] = field(default_factory=list)
     heard: list[Message] = field(default_factory=list)
     weight_version: int = 0
+    response_size = None
 
     async def start(self, messages: Sequence[Message]) -> StopReason | None:
         self.heard += messages
@@ -144,7 +145,7 @@ class Words:
         self.turns.append(Turn(sequence=0, token_span=(0, 0), text=f"reply {len(self.turns)}"))
         return self.turns[-1].text
 
-    async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
+    async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool, after_turn: int | None = None) -> StopReason | None:
         self.heard += messages
         return StopReason.MAX_TOKENS if len(self.turns) == 3 else None
 
