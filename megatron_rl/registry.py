@@ -10,6 +10,7 @@ from megatron_rl.callbacks import NO_CALLBACKS, Callbacks
 from megatron_rl.config import Settings, TaskSettings, require
 from megatron_rl.rewards.functions import from_function
 from megatron_rl.rollout.task import Task, require_task
+from megatron_rl.tasks.agent.task import AgentTask
 from megatron_rl.tasks.alfworld.task import AlfworldTask
 from megatron_rl.tasks.gym_cards.blackjack_task import BlackjackTask
 from megatron_rl.tasks.gym_cards.points_task import EZPointsTask, Points24Task
@@ -22,6 +23,7 @@ from megatron_rl.tasks.visual_search.task import VisualSearchTask
 from megatron_rl.tasks.vqa import VqaTask
 
 TASKS: Mapping[str, type[Task]] = {
+    "agent": AgentTask,
     "alfworld": AlfworldTask,
     "blackjack": BlackjackTask,
     "ez_points": EZPointsTask,

@@ -256,7 +256,7 @@ class TaskSettings:
     """Settings of the task: environment, rules and limits, including sandbox, judge and data."""
 
     name: str = MISSING
-    """Name of the task: number_line, ez_points, points24, blackjack, alfworld, gymnasium,
+    """Name of the task: number_line, ez_points, points24, blackjack, agent, alfworld, gymnasium,
     lewis_speaker, lewis_listener, visual_python, visual_search, vqa, or a registered task of your
     own."""
     tool_format: str = "pyvision"

@@ -249,6 +249,22 @@ class GymnasiumOptions:
 
 
 @dataclass
+class AgentOptions:
+    """Options of task=agent."""
+
+    command: list[str] = field(default_factory=list)
+    """Program and arguments of the agent, e.g. [python,my_agent.py]; one process per episode. The
+    program is looked up in PATH and runs in a folder of its own with the question in example.json,
+    so name files by absolute paths. {question} in an argument is replaced by the question's text.
+    """
+    processes: int = 64
+    """Maximum number of agents that run at the same time; further episodes wait."""
+
+    def __post_init__(self) -> None:
+        require(self.processes >= 1, "task.options.processes", self.processes, "must be at least 1")
+
+
+@dataclass
 class LewisOptions:
     """Options shared by the Lewis speaker and listener tasks."""
 
@@ -344,6 +360,7 @@ class LewisListenerOptions(LewisOptions):
 
 
 TASK_OPTIONS: Mapping[str, type] = {
+    "agent": AgentOptions,
     "alfworld": AlfworldOptions,
     "gymnasium": GymnasiumOptions,
     "lewis_listener": LewisListenerOptions,

@@ -6,7 +6,7 @@ unknown data source, the rules compare the answer with the ground truth as text,
 label, as a number, and as a mathematical expression, in this order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatron_rl.data.answers import extract_answer
@@ -55,6 +55,8 @@ class AccuracyReward:
     read_answer: AnswerReader
     math_verifier: MathVerifier
     judge: Judge | None
+    get_reply: Callable[[RewardInput], str] = get_last_reply
+    """Returns the text that contains the answer."""
 
     async def __call__(self, reward_input: RewardInput) -> float:
         """Return 1 for a correct answer and 0 for a wrong answer.
@@ -67,8 +69,8 @@ class AccuracyReward:
         Raises:
             InfraError: The judge or the math verifier failed.
         """
-        answer = self.read_answer(get_last_reply(reward_input))
-        if answer is None or any(holds(reward_input) for holds in make_answer_vetoes(self.read_answer).values()):
+        answer = self.read_answer(self.get_reply(reward_input))
+        if answer is None or any(holds(reward_input) for holds in make_answer_vetoes(self.read_answer, self.get_reply).values()):
             return 0.0
         truth = strip_box(str(reward_input.payload["answer"]).strip())
         if self.judge is not None and self.judge.always_ask and answer.strip():

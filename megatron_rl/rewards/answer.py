@@ -67,20 +67,23 @@ def get_last_reply(reward_input: RewardInput) -> str:
     return reward_input.turns[-1].text if reward_input.turns else ""
 
 
-def make_answer_vetoes(read_answer: AnswerReader) -> dict[str, VetoFn]:
-    """Return the veto checks for answers, keyed by name; a veto removes all positive rewards."""
+def make_answer_vetoes(read_answer: AnswerReader, get_reply: Callable[[RewardInput], str] = get_last_reply) -> dict[str, VetoFn]:
+    """Return the veto checks for answers, keyed by name; a veto removes all positive rewards.
+
+    `get_reply` returns the text that contains the answer.
+    """
 
     def long_answer(outcome: RewardInput) -> bool:
-        return len(read_answer(get_last_reply(outcome)) or "") >= MAX_ANSWER_CHARS
+        return len(read_answer(get_reply(outcome)) or "") >= MAX_ANSWER_CHARS
 
     def two_answers(outcome: RewardInput) -> bool:
-        spoken = _text_after_thinking(get_last_reply(outcome))
+        spoken = _text_after_thinking(get_reply(outcome))
         if _OPEN in spoken or _CLOSE in spoken:
             return max(spoken.count(_OPEN), spoken.count(_CLOSE)) > 1
         return count_boxes(spoken) > 1
 
     def tags_in_answer(outcome: RewardInput) -> bool:
-        return PROTOCOL_TAG.search(read_answer(get_last_reply(outcome)) or "") is not None
+        return PROTOCOL_TAG.search(read_answer(get_reply(outcome)) or "") is not None
 
     return {"long_answer": long_answer, "two_answers": two_answers, "tags_in_answer": tags_in_answer}
 

@@ -1,0 +1,1 @@
+"""Agents in separate processes that sample from the policy through OpenAI's chat completions."""

@@ -1,0 +1,208 @@
+"""Parses requests in the format of OpenAI's chat completions.
+
+The policy is trained on what it samples, so its sampling settings are those of the run. Settings of
+a request that would change the distribution of single tokens are replaced by the run's and counted.
+Settings that the policy cannot follow at all are rejected.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from PIL.Image import Image as Picture
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron_rl.data.image_bytes import decode_data_url
+from megatron_rl.data.images import StoredImage
+from megatron_rl.errors import InfraError
+from megatron_rl.rollout.engine import ResponseSize
+from megatron_rl.types import Message
+
+MODEL = "policy"
+"""Name of the model that the endpoint serves."""
+REPLACED = {
+    "temperature", "top_p", "seed", "max_tokens", "max_completion_tokens", "frequency_penalty", "presence_penalty", "top_k", "min_p",
+    "repetition_penalty",
+}  # fmt: skip
+"""Settings of a request that are replaced by those of the run."""
+WITHOUT_EFFECT = {
+    "stream", "stream_options", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "tool_choice", "reasoning_effort",
+    "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "verbosity", "model", "messages",
+}  # fmt: skip
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "n": (1,), "stop": ([],), "logit_bias": ({},), "response_format": ({"type": "text"},), "tools": ([],), "functions": ([],),
+    "function_call": ("none", "auto"), "logprobs": (False,), "top_logprobs": (0,), "modalities": (["text"],),
+}  # fmt: skip
+"""Values of the unsupported settings that change nothing; every other value is rejected."""
+VISION_MARKERS = re.compile(r"<\|(?:vision_start|vision_end|vision_pad|image_pad|video_pad)\|>")
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+MAX_MESSAGES, MAX_IMAGES = 2000, 256
+"""Maximum number of messages and images in a request."""
+
+
+class RequestError(ValueError):
+    """A request that the endpoint rejects, with the fields of OpenAI's error object."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "unsupported_value", status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+    def to_json(self) -> dict[str, object]:
+        """Return the body of the response."""
+        return {"error": {"message": str(self), "type": "invalid_request_error", "param": self.param, "code": self.code}}
+
+
+class ImageUrl(BaseModel):
+    """Image of a content part."""
+
+    url: str
+    detail: str | None = None
+
+
+class ContentPart(BaseModel):
+    """Text or image of a message."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text", "image_url"]
+    text: str = ""
+    image_url: ImageUrl | None = None
+    cache_control: object = None
+
+
+class ChatMessage(BaseModel):
+    """Message of a request. Other fields of OpenAI's messages must be null or empty."""
+
+    model_config = ConfigDict(extra="allow")
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+
+
+class ChatBody(BaseModel):
+    """Body of a request."""
+
+    model_config = ConfigDict(extra="allow")
+    model: str
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class ChatRequest:
+    """Parsed request."""
+
+    messages: list[Message]
+    keys: list[str]
+    """Digest of each message: its role, texts and the pixels of its images. Messages with equal
+    keys are rendered as the same tokens.
+    """
+    is_streamed: bool
+    has_usage_chunk: bool
+    """True if the client requests the token counts at the end of a stream."""
+    replaced: tuple[str, ...]
+    """Names of the settings in the request that were replaced by those of the run."""
+
+
+@dataclass(slots=True, frozen=True)
+class ChatResponse:
+    """Response of the policy to one request."""
+
+    text: str
+    size: ResponseSize | None
+    """Numbers of tokens; None if unknown."""
+
+
+def parse_request(body: bytes) -> ChatRequest:
+    """Parse and check a request. Images are decoded, so call this function in a thread.
+
+    Raises:
+        RequestError: The request is invalid, or asks for something that is not supported.
+    """
+    try:
+        asked = ChatBody.model_validate_json(body)
+    except ValidationError as error:
+        mistakes = error.errors(include_url=False, include_input=False, include_context=False)
+        deepest = max(mistakes, key=lambda mistake: len(mistake["loc"]))  # content may be text or a list; the list's error is more precise
+        param = ".".join(str(place) for place in deepest["loc"] if place != "list[ContentPart]")[:100] or "body"
+        raise RequestError(f"{param}: {deepest['msg'][:200]}", param=param, code="invalid_value") from error
+    extra = asked.model_extra or {}
+    for name, value in extra.items():
+        _check_setting(name, value)
+    messages = [_parse_message(message, f"messages[{index}]") for index, message in enumerate(asked.messages)]
+    num_images = sum(part["type"] == "image" for message in messages for part in message["content"])
+    if num_images > MAX_IMAGES:
+        raise RequestError(f"messages: {num_images} images; at most {MAX_IMAGES} are allowed", param="messages")
+    if messages[-1]["role"] == "assistant":
+        raise RequestError(f"messages[{len(messages) - 1}]: the last message is the assistant's; add a user message", param="messages")
+    replaced = sorted({name for name in REPLACED if extra.get(name) is not None} | ({"model"} if asked.model != MODEL else set()))
+    return ChatRequest(
+        messages=messages,
+        keys=[message_key(message) for message in messages],
+        is_streamed=bool(asked.stream),
+        has_usage_chunk=bool((asked.stream_options or {}).get("include_usage")),
+        replaced=tuple(replaced),
+    )
+
+
+def _check_setting(name: str, value: object) -> None:
+    if value is None or name in REPLACED or name in WITHOUT_EFFECT or value in NEUTRAL.get(name, ()):
+        return
+    if name not in NEUTRAL:
+        raise RequestError(f"{name[:60]}: unknown setting; remove it", param=name[:60], code="unknown_parameter")
+    raise RequestError(f"{name}: {json.dumps(value)[:60]} is not supported; remove this setting", param=name)
+
+
+def _parse_message(message: ChatMessage, where: str) -> Message:
+    if message.role not in ROLES:
+        raise RequestError(f"{where}.role: {message.role[:40]!r} is not supported; use {', '.join(ROLES)}", param=f"{where}.role")
+    unknown = next((name for name, value in (message.model_extra or {}).items() if value not in (None, "", [], {})), None)
+    if unknown is not None:
+        raise RequestError(f"{where}.{unknown[:60]}: is not supported; remove this field", param=where)
+    content = message.content if message.content is not None else ""
+    parts = [ContentPart(type="text", text=content)] if isinstance(content, str) else content
+    role = ROLES[message.role]
+    found: list[dict[str, object]] = []
+    for index, part in enumerate(parts):
+        if part.type == "image_url":
+            found.append({"type": "image", "image": _open_image(part, role, f"{where}.content[{index}]")})
+        elif found and found[-1]["type"] == "text":
+            found[-1] = {"type": "text", "text": f"{found[-1]['text']}{part.text}"}
+        elif part.text:
+            found.append({"type": "text", "text": part.text})
+    if role == "assistant" and any(VISION_MARKERS.search(str(part["text"])) for part in found):
+        raise RequestError(f"{where}: contains a vision marker, which the policy never samples; remove it", param=where)
+    return {"role": role, "content": found}
+
+
+def _open_image(part: ContentPart, role: str, where: str) -> Picture:
+    url = part.image_url.url if part.image_url is not None else ""
+    if role != "user":
+        raise RequestError(f"{where}: an image in a message of the {role}; move it to a user message", param=where)
+    if not url.lstrip()[:5].lower() == "data:":
+        raise RequestError(f"{where}.image_url.url: only data: URLs are supported, not {url[:60]!r}", param=where, code="invalid_image_url")
+    try:
+        return StoredImage(decode_data_url(url), where=where).open()
+    except (ValueError, InfraError) as error:
+        raise RequestError(f"{where}: {str(error).removeprefix(f'{where}: ')[:200]}", param=where, code="invalid_image_url") from error
+
+
+def make_response_message(text: str) -> Message:
+    """Return a response as the message that a later request contains."""
+    return {"role": "assistant", "content": [{"type": "text", "text": text}] if text else []}
+
+
+def message_key(message: Message) -> str:
+    """Return a digest of a message with content parts; equal images have equal pixels."""
+    digest = hashlib.blake2b(message["role"].encode(), digest_size=16)
+    for part in message["content"]:
+        if part["type"] == "text":
+            content = part["text"].encode()
+        else:
+            picture: Picture = part["image"]
+            content = f"{picture.mode} {picture.size} ".encode() + picture.tobytes()
+        digest.update(f"\0{part['type']} {len(content)}\0".encode() + content)
+    return digest.hexdigest()

@@ -1,0 +1,117 @@
+"""Questions that an agent answers in a process of its own, with the policy as its model.
+
+The agent is any program that uses OpenAI's chat completions: the task sets OPENAI_BASE_URL and
+OPENAI_API_KEY. Everything that the agent samples is trained on with the reward of its result, which
+is the last line that it prints. The reward `accuracy` compares the result with the reference
+answer. The reward `reported` reads it: {"reward": 0.5}. An episode that ends at a limit of the
+policy has no result, and the reward 0.
+"""
+
+import asyncio
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron_rl.config import TaskSettings, require
+from megatron_rl.config.task_options import AgentOptions
+from megatron_rl.data.benchmarks.catalog import load_benchmark_questions
+from megatron_rl.errors import PermanentInfraError
+from megatron_rl.rewards.accuracy import AccuracyReward
+from megatron_rl.rewards.algebra import MathVerifier
+from megatron_rl.rewards.judge import make_judge
+from megatron_rl.rewards.rubric import RewardInput, RewardTerm, Rubric
+from megatron_rl.rollout.task import Task, require_options
+from megatron_rl.tasks.agent.environment import AgentEnv
+from megatron_rl.types import ACCURACY_TERM, Example, StopReason
+
+if TYPE_CHECKING:
+    from megatron_rl.tasks.agent.chat_server import ChatServer
+
+
+def get_result(outcome: RewardInput) -> str:
+    """Return the last line that the agent printed; empty if it did not end by itself."""
+    call = outcome.turns[-1].tool_call if outcome.turns else None
+    return "" if call is None else call.text
+
+
+def read_result(result: str) -> str | None:
+    """Return the agent's answer: the whole line, or None if it is empty."""
+    return result or None
+
+
+async def reported_reward(outcome: RewardInput) -> float:
+    """Return the reward that the agent reports as its result.
+
+    Raises:
+        PermanentInfraError: The result is not a JSON object with a finite reward.
+    """
+    result = get_result(outcome)
+    if outcome.stop_reason is not StopReason.DONE:
+        return 0.0
+    try:
+        reported = json.loads(result)
+    except (ValueError, RecursionError):
+        reported = None
+    reward = reported.get("reward") if isinstance(reported, dict) else None
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        remedy = 'the last line must be a JSON object such as {"reward": 0.5}'
+        raise PermanentInfraError(f"task.reward=reported: the agent printed {result[:100]!r}; {remedy}")
+    return float(reward)
+
+
+class AgentTask(Task):
+    """Task with questions from the user's files and the user's agent."""
+
+    Options = AgentOptions
+    reward_names = ("accuracy", "reported")
+
+    def __init__(self, settings: TaskSettings) -> None:
+        super().__init__(settings)
+        settings.require_no_words()
+        require(bool(settings.data.eval), "task.data.eval", settings.data.eval, "set the files that contain the held-out questions")
+        self.options = require_options(settings, AgentOptions)
+        remedy = "is empty; name the agent's program, e.g. 'task.options.command=[python,/home/me/my_agent.py]'"
+        require(bool(self.options.command), "task.options.command", self.options.command, remedy)
+        program = self.options.command[0]
+        require(shutil.which(program) is not None, "task.options.command", program, "is not an executable program in PATH")
+        self.judge = make_judge(settings.judge)
+        if settings.reward == "reported":
+            self.rubric = Rubric(terms={"reported": RewardTerm(reported_reward)})
+        else:
+            accuracy = AccuracyReward(read_result, MathVerifier(), self.judge, get_result)
+            self.rubric = Rubric(terms={ACCURACY_TERM: RewardTerm(accuracy)}, solved_term=ACCURACY_TERM)
+        self.server: ChatServer | None = None
+        self.slots = asyncio.Semaphore(self.options.processes)
+        self._splits: dict[str, Sequence[Example]] = {}
+
+    async def start(self) -> None:
+        """Start the server, and the judge if one is configured."""
+        from megatron_rl.tasks.agent.chat_server import ChatServer  # imports fastapi
+
+        self.server = ChatServer()
+        await self.server.start()
+        if self.judge is not None:
+            await self.judge.start()
+
+    async def close(self) -> None:
+        """Stop the server and the judge."""
+        if self.server is not None:
+            await self.server.close()
+        if self.judge is not None:
+            await self.judge.close()
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """Return the questions of a split. The first call validates every row.
+
+        Raises:
+            ValueError: A row is invalid; the message names the first invalid row.
+        """
+        if split not in self._splits:
+            self._splits[split] = load_benchmark_questions(self.settings.data, split)
+        return self._splits[split]
+
+    def env(self, example: Example) -> AgentEnv:
+        """Return a new environment for one question."""
+        return AgentEnv(example, command=self.options.command, server=self.server, slots=self.slots)

@@ -1,0 +1,163 @@
+"""Tests task=agent with real agent processes, the real server and a scripted engine."""
+
+import asyncio
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+import pytest
+from PIL import Image as pil
+
+from megatron_rl.config import ModelSettings, TaskSettings
+from megatron_rl.config.rollout import DataSettings
+from megatron_rl.config.task_options import AgentOptions
+from megatron_rl.rollout.conversation import SequenceLimits, TokenConversation
+from megatron_rl.rollout.engine import Completion, SamplingSettings
+from megatron_rl.rollout.episode import EpisodeSettings, run_episode
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.tasks.agent.task import AgentTask
+from megatron_rl.types import Image, Rollout, Status, StopReason
+from tests.conftest import SUPPORT
+
+AGENT = SUPPORT / "agents" / "talking_agent.py"
+SETTINGS = EpisodeSettings(
+    temperature=1.0, max_turns=6, max_new_tokens=8, max_sequence_tokens=4000, max_images=8, env_timeout_s=60.0, seed=0
+)
+
+
+@pytest.fixture(scope="module")
+def renderer(random_model: Path) -> Renderer:
+    return Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=3136))
+
+
+@dataclass
+class Counting:
+    """Engine that responds with the number of the request as a word: `r0`, `r1`, ..."""
+
+    renderer: Renderer
+    weight_version: int = 0
+    contexts: list[list[int]] = field(default_factory=list)
+
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
+        await asyncio.sleep(0.05)  # lets requests arrive at the same time
+        self.contexts.append(list(token_ids))
+        ids = [*self.renderer.tokenizer(f"r{len(self.contexts) - 1}")["input_ids"], self.renderer.end_id]
+        return Completion(ids, [-0.5] * len(ids), is_stopped=True, weight_versions=[0] * len(ids))
+
+
+def make_task(folder: Path, mode: str, *, command: Sequence[str] = (), system: str = "") -> AgentTask:
+    pil.new("RGB", (60, 60), "red").save(folder / "red.png")
+    row = {"question": "<image>Which color?", "answer": "r1", "images": ["red.png"], **({"system": system} if system else {})}
+    (folder / "q.jsonl").write_text(json.dumps(row) + "\n")
+    data = DataSettings(train=[str(folder / "q.jsonl")], eval=[str(folder / "q.jsonl")])
+    options = AgentOptions(command=list(command) or [sys.executable, str(AGENT), mode])
+    return AgentTask(TaskSettings(name="agent", data=data, options=options))
+
+
+def play(folder: Path, renderer: Renderer, mode: str, *, settings: EpisodeSettings = SETTINGS, **given: object) -> tuple[Rollout, Counting]:
+    task, engine = make_task(folder, mode, **given), Counting(renderer)
+
+    async def run() -> Rollout:
+        await task.start()
+        try:
+            conversation = TokenConversation(engine, renderer, SequenceLimits(max_sequence_tokens=4000, max_images=8))
+            (example,) = task.examples("train")
+            return await run_episode(task, example, conversation=conversation, settings=settings, group=0, sample_index=0)
+        finally:
+            await task.close()
+
+    return asyncio.run(run()), engine
+
+
+def as_text(renderer: Renderer, tokens: Sequence[int]) -> str:
+    return renderer.tokenizer.decode(tokens).replace("<|image_pad|>", "")
+
+
+def test_an_unmodified_client_continues_its_own_tokens(renderer: Renderer, tmp_path: Path) -> None:
+    """The sequence equals the two messages and responses as the template renders them, and the last
+    printed line is compared with the reference answer."""
+    rollout, _ = play(tmp_path, renderer, "linear")
+    assert (rollout.status, rollout.stop_reason, rollout.reward) == (Status.COMPLETED, StopReason.DONE, 1.0), rollout.reason
+    (context,) = rollout.sequences
+    picture = {"type": "image", "image": pil.new("RGB", (60, 60), "red")}
+    messages = [
+        {"role": "user", "content": [picture, {"type": "text", "text": "Which color?"}]}, {"role": "assistant", "content": "r0"},
+        {"role": "user", "content": "Are you sure?"}, {"role": "assistant", "content": "r1"},
+    ]  # fmt: skip
+    expected = renderer.transcript(messages)
+    assert (context.token_ids, context.loss_mask) == (expected.token_ids, expected.loss_mask)
+    assert rollout.reason == "1 continued, replaced max_tokens model temperature"
+    assert rollout.turns[-1].tool_call.text == "r1"
+
+
+def test_branches_and_new_prompts(renderer: Renderer, tmp_path: Path) -> None:
+    """A second continuation of the first response branches off; a history without or with an edited
+    response is a new prompt, and its assistant messages have no loss."""
+    rollout, _ = play(tmp_path, renderer, "branches")
+    assert rollout.reason == "1 continued, 1 branched, 2 new prompts, replaced model"
+    first, second, third, fourth = rollout.sequences
+    texts = [as_text(renderer, context.token_ids) for context in rollout.sequences]
+    assert texts[0].endswith("r0<|im_end|>\n<|im_start|>user\nContinue.<|im_end|>\n<|im_start|>assistant\nr1<|im_end|>")
+    assert texts[1].endswith("r0<|im_end|>\n<|im_start|>user\nTry something else.<|im_end|>\n<|im_start|>assistant\nr2<|im_end|>")
+    assert texts[2].startswith("<|im_start|>system\nBe short.") and texts[2].endswith("assistant\nr3<|im_end|>")
+    assert "<|im_start|>assistant\nR0!<|im_end|>\n" in texts[3]
+    sampled = [as_text(renderer, [t for t, m in zip(c.token_ids, c.loss_mask, strict=True) if m]) for c in rollout.sequences]
+    assert sampled == ["r0<|im_end|>r1<|im_end|>", "r2<|im_end|>", "r3<|im_end|>", "r4<|im_end|>"]
+    assert [len(context.images) for context in rollout.sequences] == [1, 1, 0, 1]
+    assert (rollout.status, rollout.reward) == (Status.COMPLETED, 0.0)
+    assert first.token_ids[: rollout.turns[0].token_span[1]] == second.token_ids[: rollout.turns[0].token_span[1]]
+    assert third and fourth
+
+
+def test_streams_parallel_and_repeated_requests(renderer: Renderer, tmp_path: Path) -> None:
+    rollout, _ = play(tmp_path, renderer, "streamed")
+    num_tokens = len(renderer.tokenizer("r0")["input_ids"]) + 1
+    assert json.loads(rollout.turns[-1].tool_call.text) == ["r0", num_tokens, "stop"]
+    rollout, engine = play(tmp_path, renderer, "parallel")
+    *words, repeated = json.loads(rollout.turns[-1].tool_call.text)
+    assert sorted(words) == ["r0", "r1", "r2"] and repeated == words[0] and len(engine.contexts) == 3
+    assert rollout.reason == "2 new prompts, 1 repeated" and [turn.sequence for turn in rollout.turns] == [0, 1, 2]
+    rollout, engine = play(tmp_path, renderer, "retried")
+    assert json.loads(rollout.turns[-1].tool_call.text) == ["r0", "r0"] and len(engine.contexts) == 1
+
+
+def test_what_the_policy_cannot_do_is_refused(renderer: Renderer, tmp_path: Path) -> None:
+    rollout, engine = play(tmp_path, renderer, "refused")
+    assert json.loads(rollout.turns[-1].tool_call.text) == ["n", "stop", "logit_bias", "response_format", "magic", "invalid_api_key"]
+    assert len(engine.contexts) == 1
+
+
+def test_an_agent_that_never_stops_reaches_the_limit(renderer: Renderer, tmp_path: Path) -> None:
+    rollout, _ = play(tmp_path, renderer, "endless")
+    assert (rollout.status, rollout.stop_reason, rollout.reward) == (Status.TRUNCATED, StopReason.MAX_TURNS, 0.0)
+    assert len(rollout.turns) == 6 and len(rollout.sequences) == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "stop", "reason"),
+    [
+        ("silent", StopReason.PERMANENT_INFRA_ERROR, r"exited with code 0 \(nothing to say\) before its first request"),
+        ("crash", StopReason.INFRA_ERROR, r"exited with code 1 \(cannot parse 'r0'\)"),
+        ("no_such_mode", StopReason.PERMANENT_INFRA_ERROR, r"exited with code 1 \(KeyError: 'no_such_mode'\) before its first request"),
+    ],
+)
+def test_a_failing_agent_fails_its_episode(renderer: Renderer, tmp_path: Path, mode: str, stop: StopReason, reason: str) -> None:
+    rollout, _ = play(tmp_path, renderer, mode)
+    assert (rollout.status, rollout.stop_reason, rollout.reward) == (Status.FAILED, stop, None)
+    assert re.search(reason, rollout.reason), rollout.reason
+
+
+def test_nothing_of_an_agent_that_hangs_is_left(renderer: Renderer, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, env_timeout_s=8.0)
+    rollout, _ = play(tmp_path, renderer, "hang", settings=settings, system=str(tmp_path / "pids"))
+    assert rollout.stop_reason is StopReason.PERMANENT_INFRA_ERROR and "task.env_timeout_s" in rollout.reason
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    deadline = time.monotonic() + 30
+    while any(map(psutil.pid_exists, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
