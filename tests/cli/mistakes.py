@@ -165,7 +165,7 @@ MISTAKES = {
     "model.path={tmp}/half": "model.path={tmp}/half: ...model.safetensors...corrupt...copy it again...",
     "model.path={tmp}/bad_header": "model.path={tmp}/bad_header: ...model.safetensors...corrupt...copy it again...",
     "algo=ppo critic.backbone=own critic.path={tmp}/other_critic": "critic.path={tmp}/other_critic: has patch_size=16, the policy has ...",
-    "task.name=chess": "task.name=chess: no such task; choose one of alfworld, blackjack, ...",
+    "task.name=chess": "task.name=chess: no such task; choose one of ..., blackjack, ...",
     "task=vqa": "task.data.eval=[]: set the files that contain the held-out questions",
     "task=vqa task.data.eval=[{tmp}/good.jsonl]": "task.data.train=[]: set the question files...",
     "task=vqa task.data.eval=[{tmp}/good.jsonl] task.data.train=[{tmp}/nowhere.jsonl]": "task.data.train={tmp}/nowhere.jsonl: no such file",
