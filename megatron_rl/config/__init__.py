@@ -28,6 +28,7 @@ from megatron_rl.config.run import CheckpointSettings, PlanSettings, RolloutStor
 from megatron_rl.config.services import ServiceSettings, ServicesSettings, service_of
 from megatron_rl.config.sft import SftSettings
 from megatron_rl.config.slurm import SlurmSettings
+from megatron_rl.config.task_options import GymnasiumOptions
 
 __all__ = [
     "AGGREGATIONS",
@@ -104,6 +105,10 @@ class Settings:
         is_rl, dropout = self.stage == "rl", self.lora.dropout
         require(not (is_rl and dropout), "lora.dropout", dropout, "must be 0 in stage=rl: the engine samples without dropout")
         self.services.require_asked(self.task)
+        if isinstance(self.task.options, GymnasiumOptions):
+            history, most = self.task.options.history, self.engine.max_images
+            remedy = f"must be at least task.options.history={history}, the number of images in a prompt"
+            require(history <= most, "engine.max_images", most, remedy)
         mode, rollouts = self.run.mode, self.rollouts
         require(mode == "train" or is_rl, "run.mode", mode, "requires stage=rl; remove this setting")
         remedy = "requires rollouts.save=all"

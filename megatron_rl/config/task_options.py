@@ -4,6 +4,7 @@ The classes are defined outside of tasks/, so that configs can be validated with
 and their libraries.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -215,9 +216,19 @@ class GymnasiumOptions:
     """Effect of a reply without a valid action: penalize gives reward -1, repeat gives reward 0,
     random takes a random action. penalize and repeat do not step the environment.
     """
+    reply: str = "json"
+    """Format of a reply: json is one JSON object with the action, and tags is
+    <think>TEXT</think><answer>ACTION</answer>. tags supports only Discrete spaces.
+    """
+    actions_per_turn: int = 1
+    """Maximum number of actions in a reply with reply=tags, separated by commas. The environment
+    takes them one after the other, until the episode ends.
+    """
+    format_reward: float = 0.0
+    """Reward added to every turn with a valid reply."""
     success_reward: float | None = None
-    """Minimum return of a solved episode, without the penalties for invalid replies. null uses
-    success in the info of the last step if the environment sets it; otherwise, a return above 0
+    """Minimum return of a solved episode, without the rewards and penalties for the format of
+    replies. null uses success in the info of the last step if the environment sets it; otherwise, a return above 0
     counts as solved.
     """
     train_seeds: int = 4096
@@ -242,6 +253,11 @@ class GymnasiumOptions:
         require(len({*self.actions}) == len(self.actions), "task.options.actions", self.actions, "contains a name twice")
         require("" not in self.actions, "task.options.actions", self.actions, "contains an empty name")
         require_choice("task.options.invalid", self.invalid, ("penalize", "repeat", "random"))
+        require_choice("task.options.reply", self.reply, ("json", "tags"))
+        require(1 <= self.actions_per_turn <= 64, "task.options.actions_per_turn", self.actions_per_turn, "must be in 1..64")
+        remedy = "needs task.options.reply=tags; a JSON object has one action"
+        require(self.reply == "tags" or self.actions_per_turn == 1, "task.options.actions_per_turn", self.actions_per_turn, remedy)
+        require(math.isfinite(self.format_reward), "task.options.format_reward", self.format_reward, "must be a finite number")
         for key, value in (("train_seeds", self.train_seeds), ("eval_seeds", self.eval_seeds)):
             require(1 <= value <= 1_000_000, f"task.options.{key}", value, "must be in 1..1000000")
         require(self.processes >= 1, "task.options.processes", self.processes, "must be at least 1")

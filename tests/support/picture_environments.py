@@ -170,6 +170,19 @@ class Meanings(AnySpace):
         return ["NOOP", "UP", "DOWN", "FIRE"]
 
 
+class Commands(AnySpace):
+    """Takes texts with blanks. Its observation is the last text."""
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__(render_mode)
+        self.action_space = spaces.Text(99, charset="abcdefghijklmnopqrstuvwxyz ")
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(action), action
+        self.last = action
+        return PictureEnv.step(self, action)
+
+
 class TwoActions(gymnasium.ActionWrapper):
     """Offers two actions of `Walk`: its last and its first one, with the numbers of its first two."""
 
@@ -255,6 +268,6 @@ def make_two_actions(**kwargs: Any) -> gymnasium.Env:
     return TwoActions(Walk(**kwargs))
 
 
-for _name in ("Walk", "Faulty", "AnySpace", "Meanings", "AtReset", "Leftover", "NoPictures"):
+for _name in ("Walk", "Faulty", "AnySpace", "Commands", "Meanings", "AtReset", "Leftover", "NoPictures"):
     gymnasium.register(id=f"{_name}-v0", entry_point=f"{MODULE}:{_name}")
 gymnasium.register(id="TwoActions-v0", entry_point=make_two_actions)

@@ -28,6 +28,7 @@ class InvalidAction(StrEnum):
     WRONG_LENGTH = "wrong number of values"
     NOT_A_NUMBER = "not a number"
     OUT_OF_BOUNDS = "out of bounds"
+    WRONG_TAGS = "not <think>...</think><answer>...</answer>"
 
 
 class _RepeatedJsonKey(ValueError):

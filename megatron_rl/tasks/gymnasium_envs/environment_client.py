@@ -17,7 +17,7 @@ ENVIRONMENT = ProcessKind(
     server_module="megatron_rl.tasks.gymnasium_envs.environment_server",
     timeout_key=TIMEOUT_KEY,
     max_answer_bytes=256 << 20,
-    environment={"OMP_NUM_THREADS": "1", "PYGAME_HIDE_SUPPORT_PROMPT": "1", "SDL_VIDEODRIVER": "dummy"},
+    environment={"OMP_NUM_THREADS": "1", "PYGAME_HIDE_SUPPORT_PROMPT": "1", "SDL_VIDEODRIVER": "dummy", "PYGLET_HEADLESS": "1"},
 )
 
 
@@ -56,4 +56,11 @@ def load_grammar(options: GymnasiumOptions) -> ActionGrammar:
     answer: dict[str, Any] = json.loads(checked.stdout)
     key, value, remedy = answer.get("refused", ("", "", ""))
     require("grammar" in answer, key, value, remedy)
-    return ActionGrammar(**answer["grammar"])
+    grammar = ActionGrammar(**answer["grammar"])
+    if options.reply == "tags":
+        remedy = f"supports only Discrete actions, but an action of {options.id} is {grammar.describe()}; use json"
+        require(not grammar.is_list and not grammar.characters, "task.options.reply", "tags", remedy)
+        unfit = next((name for name in grammar.names if "," in name or "<" in name or name != name.strip()), None)
+        remedy = "a name contains a comma, a < or outer blanks, which task.options.reply=tags cannot separate; name the actions differently"
+        require(unfit is None, "task.options.actions", unfit, remedy)
+    return grammar

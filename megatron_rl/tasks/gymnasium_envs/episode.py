@@ -25,11 +25,15 @@ from megatron_rl.tasks.gymnasium_envs.action_grammar import Action, ActionGramma
 
 MAX_NUMBERS = 16
 """Maximum number of numbers in an action of a MultiDiscrete or Box space."""
+OWN = "megatron_rl.tasks.gymnasium_envs.environments"
 KNOWN_MODULES = {
     "MiniGrid-": ("minigrid", "minigrid"),
     "BabyAI-": ("minigrid", "minigrid"),
     "MiniWorld-": ("miniworld", "miniworld"),
     "ALE/": ("ale_py", "ale-py"),
+    "Crafter": (f"{OWN}.crafter", "crafter"),
+    "miniwob_pages/": (f"{OWN}.miniwob_pages", "miniwob"),
+    "puzzles/": (f"{OWN}.puzzles", "megatron-rl"),
     "gym_cards/": ("megatron_rl.tasks.gym_cards", "megatron-rl"),
 }
 """Maps the beginning of an id to the module that registers the environment, and its package. These
@@ -72,7 +76,7 @@ def import_environment(full_id: str) -> str:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
             remedy = f"no module named {error.name}"
-            if known is not None and error.name == known[0]:
+            if known is not None and error.name in (known[0], known[1]):
                 raise Refused("task.options.id", full_id, f"{remedy}; install its package: pip install {known[1]}") from error
             raise Refused("task.options.id", full_id, f"{remedy}; install its package, or add its folder to PYTHONPATH") from error
     if name not in gymnasium.registry:
@@ -134,10 +138,13 @@ def make_grammar(env: gymnasium.Env, spec: EpisodeSpec) -> ActionGrammar:
         first = int(space.start)
         return ActionGrammar(low=[first], high=[first + int(space.n) - 1], is_integer=True, names=names)
     _require(not spec.actions, "task.options.actions", spec.actions, f"names actions, but {spec.id} has the space {space}; remove it")
+    if isinstance(space, spaces.Text):
+        low, high, characters = int(space.min_length), int(space.max_length), "".join(sorted(space.character_set))
+        return ActionGrammar(low=[low], high=[high], is_integer=True, names=[], characters=characters)
     if isinstance(space, spaces.MultiDiscrete):
         low, high = space.start.ravel(), (space.start + space.nvec - 1).ravel()
     else:
-        remedy = f"has the action space {_one_line(space)}; only Discrete, MultiDiscrete and Box are supported: wrap it"
+        remedy = f"has the action space {_one_line(space)}; only Discrete, MultiDiscrete, Box and Text are supported: wrap it"
         _require(isinstance(space, spaces.Box), "task.options.id", spec.id, remedy)
         assert isinstance(space, spaces.Box)
         low, high = space.low.ravel(), space.high.ravel()
@@ -188,6 +195,8 @@ class Episode:
         space = self.action_space
         if isinstance(space, spaces.Discrete):
             return space.dtype.type(numbers[0])
+        if isinstance(space, spaces.Text):
+            return numbers[0]
         action = np.array(numbers, space.dtype).reshape(space.shape)
         return np.clip(action, space.low, space.high) if isinstance(space, spaces.Box) else action
 

@@ -1,7 +1,8 @@
 """Any gymnasium environment that renders pictures as a task.
 
 The policy receives the last frames and a prompt with the texts of the observation and the format of
-an action. The reply is one JSON object (action_grammar.py). Every turn is a new sequence.
+an action. The reply is one JSON object, or thoughts and actions in tags (action_grammar.py). Every
+turn is a new sequence.
 
 An episode ends when the environment terminates (StopReason.DONE) or truncates it
 (StopReason.ENV_TRUNCATED), or at a limit of the policy, such as task.max_turns. A reply without a
@@ -36,7 +37,11 @@ from megatron_rl.tasks.gymnasium_envs.environment_client import encode_spec, loa
 from megatron_rl.tasks.process_pool import EpisodeProcess, ProcessPool
 from megatron_rl.types import Example, Message, Rollout, ToolCall
 
-DEFAULT_PROMPT = '{observation}\nAnswer with one JSON object: {"thoughts": text, "action": {actions}}'
+DEFAULT_PROMPTS = {
+    "json": '{observation}\nAnswer with one JSON object: {"thoughts": text, "action": {actions}}',
+    "tags": "{observation}\nAnswer with <think>thoughts</think><answer>action</answer>; an action is {actions}",
+}
+"""Maps each value of task.options.reply to the default of task.options.prompt."""
 FIRST_EVAL_SEED = 1 << 30
 """Seed of the first evaluation example. Training seeds are smaller."""
 SOLVED, NOT_SOLVED = "solved", "not solved"
@@ -55,10 +60,16 @@ def solved_reward(options: GymnasiumOptions) -> RewardFn:
 def is_solved(rollout: Rollout, options: GymnasiumOptions) -> bool:
     """Return True if the episode is solved (task.options.success_reward).
 
-    The return excludes the penalties for invalid replies, which the environment does not know.
+    The return excludes the rewards and penalties for the format of replies, which the environment
+    does not know.
     """
-    is_stepped = [options.invalid == "random" or turn.tool_call is None or turn.tool_call.ran for turn in rollout.turns]
-    earned = sum(turn.reward for turn, has_reward in zip(rollout.turns, is_stepped, strict=True) if has_reward)
+    earned = 0.0
+    for turn in rollout.turns:
+        is_valid = turn.tool_call is None or turn.tool_call.ran
+        if is_valid and options.format_reward:
+            earned += round(turn.reward - options.format_reward, 9)  # without the rounding error of adding it
+        elif is_valid or options.invalid == "random":
+            earned += turn.reward
     if options.success_reward is not None:
         return earned >= options.success_reward
     stated = {SOLVED, NOT_SOLVED} & {*rollout.reason.split(", ")}
@@ -96,29 +107,46 @@ class GymnasiumEnv(Env):
 
     async def step(self, text: str) -> Step:
         """Apply the action in a reply, or the configured effect of an invalid reply."""
-        return replace(await self._handle_reply(text), action_char=find_action_start(text))
+        start = text.rfind("<answer>") if self.options.reply == "tags" else find_action_start(text)
+        return replace(await self._handle_reply(text), action_char=None if start == -1 else start)
 
     async def _handle_reply(self, text: str) -> Step:
-        action = self.grammar.parse(text)
-        if not isinstance(action, InvalidAction):
-            return await self._play_action(action, ToolCall(tool="move", source=self.grammar.format_action(action)))
-        call = ToolCall(tool="move", source=text, error=str(action), ran=False)
+        actions = self._parse(text)
+        if not isinstance(actions, InvalidAction):
+            step = await self._play_actions(actions, ToolCall(tool="move", source=self._format(actions)))
+            return replace(step, reward=step.reward + self.options.format_reward)
+        call = ToolCall(tool="move", source=text, error=str(actions), ran=False)
         if self.options.invalid == "random":
-            return await self._play_action(self.grammar.sample(self.rng), call)
+            return await self._play_actions([self.grammar.sample(self.rng)], call)
         reward = INVALID_ACTION_REWARD if self.options.invalid == "penalize" else 0.0
         return Step(messages=[self._make_message()], reward=reward, done=False, reason=self.note, tool_call=call, is_new_prompt=True)
 
-    async def _play_action(self, action: Action, call: ToolCall) -> Step:
-        answer = await self._request(action=action)
-        self.actions.append(self.grammar.format_action(action))
+    def _parse(self, text: str) -> list[Action] | InvalidAction:
+        if self.options.reply == "tags":
+            return self.grammar.parse_tags(text, max_actions=self.options.actions_per_turn)
+        action = self.grammar.parse(text)
+        return action if isinstance(action, InvalidAction) else [action]
+
+    def _format(self, actions: Sequence[Action]) -> str:
+        return ", ".join(map(self.grammar.format_action, actions))
+
+    async def _play_actions(self, actions: Sequence[Action], call: ToolCall) -> Step:
+        """Take the actions until the episode ends. Only the last frame is added to the history."""
+        reward, num_taken, is_over, answer = 0.0, 0, False, {}
+        while num_taken < len(actions) and not is_over:
+            answer = await self._request(action=actions[num_taken])
+            num_taken += 1
+            reward += answer["reward"]
+            is_over = answer["is_terminated"] or answer["is_truncated"]
+        self.actions.append(self._format(actions[:num_taken]))
         self._store(answer)
         self.note = {None: "", True: SOLVED, False: NOT_SOLVED}[answer["is_solved"]]
-        if not (answer["is_terminated"] or answer["is_truncated"]):
+        if not is_over:
             messages = [self._make_message()]
-            return Step(messages=messages, reward=answer["reward"], done=False, reason=self.note, tool_call=call, is_new_prompt=True)
+            return Step(messages=messages, reward=reward, done=False, reason=self.note, tool_call=call, is_new_prompt=True)
         flag = "terminated" if answer["is_terminated"] else "truncated"
         reason = ", ".join(filter(None, (flag, self.note)))
-        return Step(messages=[], reward=answer["reward"], done=True, reason=reason, is_truncated=flag == "truncated", tool_call=call)
+        return Step(messages=[], reward=reward, done=True, reason=reason, is_truncated=flag == "truncated", tool_call=call)
 
     async def _request(self, **question: object) -> dict[str, Any]:
         assert self.process is not None, "step before reset"
@@ -136,7 +164,7 @@ class GymnasiumEnv(Env):
     def _make_message(self) -> Message:
         """Return the user message with the last frames, the actions between them and the prompt."""
         known = {"{observation}": self.text, "{actions}": self.grammar.describe()}
-        template = self.options.prompt or DEFAULT_PROMPT
+        template = self.options.prompt or DEFAULT_PROMPTS[self.options.reply]
         prompt = re.sub(r"\{observation\}|\{actions\}", lambda found: known[found[0]], template).strip()
         texts = [*(f"Action: {action}" for action in self.actions[len(self.actions) - len(self.frames) + 1 :]), prompt]
         parts = [

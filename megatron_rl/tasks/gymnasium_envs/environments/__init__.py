@@ -1,0 +1,1 @@
+"""Environments of this package for task=gymnasium, and adapters of environments of others."""
