@@ -66,6 +66,13 @@ setup(
         "te": ["transformer-engine==2.20.2", "transformer-engine-cu13==2.20.2", "transformer-engine-torch==2.20.2"],
         # fast-downward-textworld is compiled when it is installed (g++; minutes). TextWorld's and ALFWorld's other needs are not ours.
         "alfworld": ["alfworld==0.4.2", "fast-downward-textworld==20.6.4", "mementos==1.3.1", "tatsu==5.8.3", "textworld==1.7.0"],
+        # Environments of task=gymnasium (docs/gymnasium.md); miniwob also needs Chromium. Locked in requirements/environments.txt.
+        "toy-text": ["pygame-ce==2.5.8"],
+        "minigrid": ["minigrid==3.2.0", "pygame-ce==2.5.8"],
+        "atari": ["ale-py==0.12.1"],
+        "crafter": ["crafter==1.8.3", "imageio==2.38.1", "opensimplex==0.4.5.1", "ruamel-yaml==0.19.1"],
+        "miniworld": ["miniworld==2.1.0", "pyglet==1.5.31"],
+        "miniwob": ["miniwob==1.1.0"],
         # Its own bound on Pillow is below what it was seen to run with; the locks, which are installed without dependencies, have it.
         "onnx": ["onnxruntime>=1.20"],  # encoders that are ONNX files (tools/data/make_lewis.py)
         "trackio": ["trackio>=0.43,<0.44"],

@@ -85,7 +85,15 @@ def test_a_lock_that_is_not_closed_is_noticed() -> None:
     assert {("torch", "nvidia-nccl-cu13"), ("fastapi", "fastapi-cli")} <= set(unmet(without, requires))
 
 
-@pytest.mark.parametrize("name", ["alfworld", "cpu", "gpu"])
+@pytest.mark.parametrize("name", ["alfworld", "environments"])
+def test_extras_and_locks_have_the_same_versions(name: str) -> None:
+    """Every package of a small lock is pinned to the same version in an extra of setup.py."""
+    extras = dict(re.findall(r'"([\w.-]+)==([\w.]+)"', (ROOT / "setup.py").read_text()))
+    locked = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements" / f"{name}.txt").read_text(), re.MULTILINE))
+    assert locked and locked.items() <= extras.items()
+
+
+@pytest.mark.parametrize("name", ["alfworld", "cpu", "environments", "gpu"])
 def test_every_pin_has_hashes(name: str) -> None:
     """Every pin has a hash. Otherwise pip install --require-hashes would refuse the file on the
     first machine that installs it.

@@ -176,6 +176,40 @@ def test_what_an_environment_computes_once_is_inherited(leaves: str) -> None:
     assert others == [first] * 2 and (first == 1 if leaves else 1 < first <= 17)
 
 
+IMPORTED = """
+import threading, time
+import gymnasium
+from tests.support.picture_environments import PictureEnv, spaces
+lock = threading.Lock()
+
+def hold():
+    lock.acquire()
+    time.sleep(600)
+
+threading.Thread(target=hold, daemon=True).start()
+time.sleep(0.1)
+
+class Threaded(PictureEnv):
+    action_space = spaces.Discrete(2)
+
+    def reset(self, **given):
+        assert any(thread._target is hold for thread in threading.enumerate() if hasattr(thread, "_target")), "the thread was not forked"
+        return super().reset(**given)
+
+gymnasium.register("Threaded-v0", Threaded)
+"""
+
+
+def test_what_the_import_starts_is_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If importing an environment starts a thread, as OpenGL does, each process imports it itself: a
+    forked process would not have the thread, but the locks that it holds.
+    """
+    (tmp_path / "threaded_environments.py").write_text(IMPORTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    task = GymnasiumTask(TaskSettings(name="gymnasium", options=GymnasiumOptions(id="threaded_environments:Threaded-v0", step_timeout_s=20)))
+    assert len(run_all(task, *[([], 0, 0)] * 2)) == 2
+
+
 def test_states_have_names() -> None:
     """States with the same picture and text have the same name, also in another episode."""
 

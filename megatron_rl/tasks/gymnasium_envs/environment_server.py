@@ -1,6 +1,6 @@
 """Server that loads an environment once and forks a process for each episode.
 
-    python -m megatron_rl.tasks.gymnasium_envs.environment_server CONTROL SECONDS SPEC [imports]
+    python -m megatron_rl.tasks.gymnasium_envs.environment_server CONTROL SECONDS SPEC [STAGE]
     python -m megatron_rl.tasks.gymnasium_envs.environment_server check SECONDS SPEC
 
 SECONDS is the time limit of a request, and SPEC an EpisodeSpec as JSON. CONTROL is the file
@@ -10,7 +10,9 @@ environment is created and reset, and one line of JSON with its grammar is writt
 Before it forks, the server creates, resets, renders and closes environments (`warm_up`), so that
 processes inherit what environments compute once, such as the tiles of MiniGrid's frames. If that
 leaves threads or open files behind, which must not be forked, the server starts again and only
-imports the environment (`imports`).
+imports the environment (STAGE is `imports`). If the import does so too, as that of MiniWorld, which
+starts OpenGL, the server starts again and forks processes that import the environment themselves
+(`nothing`).
 
 Every answer to a request of the pool contains the result, or `refused`: key, value and remedy.
 """
@@ -30,6 +32,8 @@ from megatron_rl.tasks.gymnasium_envs.episode import Episode, EpisodeSpec, Refus
 from megatron_rl.tasks.process_server import RequestChannel, fork_processes, kill_after
 
 WARM_UP_SEEDS, WARM_UP_S = 16, 2.0
+STAGES = ("warm_up", "imports", "nothing")
+"""What the server does before it forks, from most to least."""
 
 
 def serve_episode(channel: socket.socket, *, spec: EpisodeSpec, timeout_s: float) -> None:
@@ -101,14 +105,16 @@ def main(arguments: list[str]) -> None:
             answer = check_environment(spec)
         os.write(stdout, json.dumps(answer).encode() + b"\n")
         return
-    entry_point = gymnasium.registry[import_environment(spec.id)].entry_point
-    if isinstance(entry_point, str):
-        load_env_creator(entry_point)
-    if "imports" not in arguments:
-        before = count_resources()
+    stage, before = arguments[3] if len(arguments) > 3 else STAGES[0], count_resources()
+    if stage != "nothing":
+        entry_point = gymnasium.registry[import_environment(spec.id)].entry_point
+        if isinstance(entry_point, str):
+            load_env_creator(entry_point)
+    if stage == "warm_up":
         warm_up(spec, timeout_s=seconds)
-        if count_resources() != before:
-            os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *arguments, "imports"])
+    if count_resources() != before:
+        later = STAGES[STAGES.index(stage) + 1]
+        os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *arguments[:3], later])
     control = socket.socket(fileno=int(arguments[0]))
     fork_processes(control, partial(serve_episode, spec=spec, timeout_s=seconds))
 
