@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.gae import gae, values_and_returns
 from megatron_rl.config import AlgoSettings
-from megatron_rl.types import Rollout, Status, TokenSequence
+from megatron_rl.types import Rollout, Status, StopReason, TokenSequence
 from tests.support.rollout_factory import collect_token_advantages, make_rollout, set_kl_logprobs
 
 
@@ -56,6 +56,19 @@ def test_by_hand() -> None:
     # Rewards 0, 2; values 1, 0.5; gamma 0.5; lambda 0.5.
     # d = (0 + 0.25 - 1, 2 - 0.5) = (-0.75, 1.5); A = (-0.75 + 0.25 * 1.5, 1.5).
     assert gae([0.0, 2.0], [1.0, 0.5], 0.5, 0.5) == [-0.375, 1.5]
+
+
+@pytest.mark.parametrize("end", [StopReason.DONE, StopReason.ENV_TRUNCATED, StopReason.MAX_TURNS])
+def test_the_value_after_the_end_is_zero(end: StopReason) -> None:
+    """Rewards 0 and 2, values 1 and 0.5, gamma = lambda = 0.5, as by hand: also if the episode was
+    truncated, because the state after its last action has no value.
+    """
+    rollout = make_rollout(0, outcome_reward=0.0, reward_deltas=[0.0, 2.0], turn_sequences=[0, 1])
+    rollout.stop_reason, rollout.status = end, Status.COMPLETED if end is StopReason.DONE else Status.TRUNCATED
+    for context, value in zip(rollout.sequences, (1.0, 0.5), strict=True):
+        context.set_column("values", [value * sampled for sampled in context.loss_mask])
+    credited([rollout], gae_level="turns", gamma=0.5, lam=0.5)
+    assert collect_token_advantages(rollout) == [-0.375, 1.5] and returns(rollout) == [0.625, 2.0]
 
 
 @pytest.mark.parametrize("contexts", [[0, 0, 0], [0, 1, 2], [0, 0, 1]], ids=["one context", "one each", "two"])

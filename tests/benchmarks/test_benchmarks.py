@@ -467,3 +467,21 @@ def test_bank() -> None:
     """
     kept, _, shown = rows(said_by("bank", "--tiny"))
     assert kept[0] == "64 in steps of 16" and int(kept[5]) + int(shown[0]) == 64 and 0 < int(shown[0]) < 64
+
+
+def test_gymnasium_environments() -> None:
+    """Random episodes from an id alone: Sokoban costs 0.1 in each of three steps, unless a box moves.
+    An id that does not exist is one line.
+    """
+    lines = said_by("gymnasium_environments", "puzzles/Sokoban-v0", "Sokoban-v0", "--episodes", 2, "--max-turns", 3).splitlines()
+    played, refused = [json.loads(line) for line in lines if line.startswith("{")]
+    assert played["episodes"] == 2 and 2 <= played["turns"] <= 6 and played["frame"] == [192, 192]
+    assert played["return"][0] >= -1.3 - 1e-9 and played["step_ms"] > 0 and played["reset_s"] > 0
+    assert refused["error"].startswith("task.options.id=Sokoban-v0: not registered")
+
+
+def test_gymnasium_loop_lag() -> None:
+    said = said_by("gymnasium_loop_lag", "puzzles/Sokoban-v0", "--episodes", 3, "--turns", 2, "--idle-s", 0.2)
+    idle, busy = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert (idle["episodes"], idle["steps"], busy["episodes"]) == (0, 0, 3) and 3 <= busy["steps"] <= 6
+    assert all(0 <= each["lag_median_ms"] <= each["lag_p99_ms"] <= each["lag_max_ms"] and each["ticks"] > 3 for each in (idle, busy))

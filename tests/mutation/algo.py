@@ -228,6 +228,13 @@ MUTANTS = (
         "tests/algo/test_gae.py",
     ),
     Mutant(
+        "an episode goes on with the value of its last action",
+        "megatron_rl/algo/gae.py",
+        "advantages, later, next_value = [], 0.0, 0.0",
+        "advantages, later, next_value = [], 0.0, [0.0, *values][-1]",
+        "tests/algo/test_gae.py -k after_the_end",
+    ),
+    Mutant(
         "the outcome is earned by the first turn",
         "megatron_rl/algo/advantages.py",
         "number == len(rollout.turns)",

@@ -103,7 +103,7 @@ def make_task(full_id: str) -> GymnasiumTask:
     ("module", "full_id", "action"),
     [
         ("pygame", "FrozenLake-v1", 1), ("pygame", "CartPole-v1", 1), ("minigrid", "MiniGrid-Empty-5x5-v0", "forward"),
-        ("ale_py", "ALE/Pong-v5", "RIGHT"), ("crafter", "CrafterReward-v1", "noop"), ("miniworld", "MiniWorld-Hallway-v0", 2),
+        ("ale_py", "ALE/Pong-v5", "RIGHT"), ("crafter", "CrafterReward-v1", "noop"), ("miniworld", "MiniWorld-Hallway-v0", "move_forward"),
     ],
 )  # fmt: skip
 def test_an_environment_works_from_its_id(module: str, full_id: str, action: object) -> None:

@@ -32,7 +32,7 @@ KNOWN_MODULES = {
     "MiniWorld-": ("miniworld", "miniworld"),
     "ALE/": ("ale_py", "ale-py"),
     "Crafter": (f"{OWN}.crafter", "crafter"),
-    "miniwob_pages/": (f"{OWN}.miniwob_pages", "miniwob"),
+    "miniwob": (f"{OWN}.miniwob_pages", "miniwob"),
     "puzzles/": (f"{OWN}.puzzles", "megatron-rl"),
     "gym_cards/": ("megatron_rl.tasks.gym_cards", "megatron-rl"),
 }
