@@ -75,6 +75,12 @@ MISTAKES = {
     "--config nowhere.yaml": "--config=nowhere.yaml: no such file (looked in ...)",
     "--config": "--config: needs the path of a YAML file",
     "--cfg dif": "argument --cfg/-c: invalid choice: 'dif' (choose from 'job', 'hydra', 'all', 'diff'); see --help for the usage",
+    "task=gymnasium": "task.options.id=: is empty; choose an environment, e.g. task.options.id=MiniGrid-DoorKey-5x5-v0",
+    "task=gymnasium task.options.id=Walk-v9": "task.options.id=Walk-v9: not registered; name its module: my_module:MyEnv-v0",
+    "task=sokoban task.options.history=9": (
+        "engine.max_images=8: must be at least task.options.history=9, the number of images in a prompt"
+    ),
+    "task=sokoban task.options.reply=json": "task.options.actions_per_turn=3: needs task.options.reply=tags; a JSON object has one action",
     # a value that is out of bounds
     "optim.lr=-1": "optim.lr=-1.0: must be a finite, non-negative number",
     "optim.lr=nan": "optim.lr=nan: must be a finite, non-negative number",

@@ -209,8 +209,8 @@ MUTANTS = (
     Mutant(
         "the first of named actions is 0",
         "megatron_rl/tasks/gymnasium_envs/action_grammar.py",
-        'return [int(self.low[0]) + self.names.index(read["action"])]',
-        'return [self.names.index(read["action"])]',
+        "[int(self.low[0]) + self.names.index(name)]",
+        "[self.names.index(name)]",
         "tests/tasks/test_gymnasium_grammar.py -k what_a_reply_means",
     ),
     Mutant(
