@@ -206,7 +206,8 @@ def test_what_the_import_starts_is_not_forked(tmp_path: Path, monkeypatch: pytes
     """
     (tmp_path / "threaded_environments.py").write_text(IMPORTED)
     monkeypatch.syspath_prepend(tmp_path)
-    task = GymnasiumTask(TaskSettings(name="gymnasium", options=GymnasiumOptions(id="threaded_environments:Threaded-v0", step_timeout_s=20)))
+    options = GymnasiumOptions(id="threaded_environments:Threaded-v0", step_timeout_s=20)
+    task = GymnasiumTask(TaskSettings(name="gymnasium", options=options))
     assert len(run_all(task, *[([], 0, 0)] * 2)) == 2
 
 

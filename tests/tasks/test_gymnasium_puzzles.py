@@ -29,7 +29,8 @@ needs_pygame = pytest.mark.skipif(find_spec("pygame") is None, reason="pygame is
 def make_room(*rows: str) -> Sokoban:
     """Return a room: # wall, P player, X box, O target, + player on a target, * box on a target."""
     env = Sokoban()
-    env.size, cells = max(len(rows), len(rows[0])), {(row, column): text for row, line in enumerate(rows) for column, text in enumerate(line)}
+    env.size = max(len(rows), len(rows[0]))
+    cells = {(row, column): text for row, line in enumerate(rows) for column, text in enumerate(line)}
 
     def find(*marks: str) -> frozenset[tuple[int, int]]:
         return frozenset(cell for cell, mark in cells.items() if mark in marks)
@@ -79,7 +80,7 @@ def test_every_room_has_the_stated_solution(given: dict[str, Any], seeds: int) -
         env = Sokoban(**given)
         first, info = env.reset(seed=seed)
         assert info["shortest"] == len(search_plan(env)) <= given.get("max_moves", 5)
-        assert len(env.boxes) == len(env.targets) == env.num_boxes and not env.targets & env.boxes and env.player not in env.boxes | env.targets
+        assert len({env.player, *env.boxes, *env.targets}) == 1 + 2 * env.num_boxes == 1 + 2 * len(env.boxes)
         assert np.array_equal(first, Sokoban(**given).reset(seed=seed)[0]), "equal seeds give equal rooms"
         rooms.add(first.tobytes())
         lengths.append(info["shortest"])
@@ -196,9 +197,10 @@ def test_a_plan_solves_frozen_lake() -> None:
         (row, column), plan = queue.popleft()
         if (row, column) == goal:
             break
-        for word, near in (("Left", (row, column - 1)), ("Down", (row + 1, column)), ("Right", (row, column + 1)), ("Up", (row - 1, column))):
-            if 0 <= min(near) and max(near) < 4 and near not in known and cells[near] != "H":
+        steps = {"Left": (row, column - 1), "Down": (row + 1, column), "Right": (row, column + 1), "Up": (row - 1, column)}
+        for word, near in steps.items():
+            if min(near) >= 0 and max(near) < 4 and near not in known and cells[near] != "H":
                 known.add(near)
                 queue.append((near, [*plan, word]))
-    steps = play_plan("frozen_lake", plan, seed=3)
-    assert sum(step.reward for step in steps) == pytest.approx(10 + 0.5 * len(steps))
+    played = play_plan("frozen_lake", plan, seed=3)
+    assert sum(step.reward for step in played) == pytest.approx(10 + 0.5 * len(played))

@@ -23,6 +23,7 @@ from tests.support.picture_environments import MODULE
 from tests.tasks.test_gymnasium_env import make_task, pictures_of, run, run_all, texts_of
 from tests.tasks.test_gymnasium_grammar import NAMED, NUMBERED, grammar_of
 
+PIECES = ["<think>", "</think>", "<answer>", "</answer>", "walk", ",", " ", "0"]
 WRONG_TAGS = "not <think>...</think><answer>...</answer>"
 
 
@@ -35,9 +36,11 @@ def tags(actions: str) -> str:
     [
         (NAMED, tags("walk"), [[2]]), (NAMED, tags(" walk ,rest,"), [[2], [3]]), (NAMED, tags("walk, rest, jump, fly"), [[2], [3], [4]]),
         (NAMED, tags("walk, fly, rest"), "no action"), (NAMED, tags("Walk"), "no action"), (NAMED, tags(""), "no action"),
-        (NAMED, tags(" , "), "no action"), (NAMED, "\n" + tags("walk") + " ", [[2]]), (NAMED, "<think>a\nb</think>\n<answer>walk\n</answer>", [[2]]),
+        (NAMED, tags(" , "), "no action"), (NAMED, "\n" + tags("walk") + " ", [[2]]),
+        (NAMED, "<think>a\nb</think>\n<answer>walk\n</answer>", [[2]]),
         (NUMBERED, tags("3, 0"), [[3], [0]]), (NUMBERED, tags("4"), "out of bounds"), (NUMBERED, tags("1.0"), "not a number"),
-        (NUMBERED, tags("٣"), "not a number"), (NUMBERED, tags("9" * 3000), "not a number"), (NAMED, tags("walk") + "." * 5000, "too long"),
+        (NUMBERED, tags("\u0663"), "not a number"), (NUMBERED, tags("9" * 3000), "not a number"),
+        (NAMED, tags("walk") + "." * 5000, "too long"),
         (NAMED, "walk", WRONG_TAGS), (NAMED, "<answer>walk</answer>", WRONG_TAGS), (NAMED, tags("walk") + "walk", WRONG_TAGS),
         (NAMED, tags("walk") + tags("walk"), WRONG_TAGS), (NAMED, f"<think>{tags('rest')}</think><answer>walk</answer>", WRONG_TAGS),
         (NAMED, "<answer>walk</answer><think>none</think>", WRONG_TAGS), (NAMED, '{"action": "walk"}', WRONG_TAGS),
@@ -48,7 +51,7 @@ def test_what_a_reply_with_tags_means(grammar: ActionGrammar, text: str, expecte
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.text(max_size=200) | st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "walk", ",", " ", "0"])).map("".join))
+@given(st.text(max_size=200) | st.lists(st.sampled_from(PIECES)).map("".join))
 def test_any_text_with_tags_is_read_without_an_exception(text: str) -> None:
     for grammar in (NAMED, NUMBERED):
         for reply in (text, tags(text)):
@@ -132,22 +135,22 @@ def test_the_reward_for_the_format_is_no_success(rewards: list[float], options: 
 
 def test_refusals() -> None:
     """What tags cannot express, and a history with more pictures than a sequence may have."""
-    for name, given, message in (
-        ("AnySpace", {"kwargs": {"space": "box"}}, r"^task.options.reply=tags: supports only Discrete actions, but an action of .* is \[number"),
-        ("Commands", {}, r"^task.options.reply=tags: supports only Discrete actions, but an action of .* is text of 1 to 99 characters; use json"),
+    for name, options, message in (
+        ("AnySpace", {"kwargs": {"space": "box"}}, r"^task.options.reply=tags: supports only Discrete actions, but .* is \[number"),
+        ("Commands", {}, r"^task.options.reply=tags: supports only Discrete .* is text of 1 to 99 characters; use json"),
         ("Walk", {"actions": ["a, b", "c", "d"]}, "^task.options.actions=a, b: a name contains a comma, .*; name the actions differently"),
         ("Walk", {"actions": ["a", " c", "d"]}, "^task.options.actions= c: "),
     ):
         with pytest.raises(ValueError, match=message):
-            load_grammar(GymnasiumOptions(id=f"{MODULE}:{name}-v0", reply="tags", **given))
-    for given, message in (
+            load_grammar(GymnasiumOptions(id=f"{MODULE}:{name}-v0", reply="tags", **options))
+    for options, message in (
         ({"reply": "xml"}, "^task.options.reply=xml: "),
         ({"actions_per_turn": 3}, "^task.options.actions_per_turn=3: needs task.options.reply=tags"),
         ({"actions_per_turn": 0}, "^task.options.actions_per_turn=0: must be in 1..64"),
         ({"format_reward": float("nan")}, "^task.options.format_reward=nan: "),
     ):
         with pytest.raises(ValueError, match=message):
-            GymnasiumOptions(**given)
+            GymnasiumOptions(**options)
     words = ("task=gymnasium", "model.path=here", "run.dir=there", "task.options.id=A-v0", "task.options.history=9")
     with pytest.raises(ValueError, match="^engine.max_images=8: must be at least task.options.history=9, the number of images in a prompt"):
         settings_of(*words)

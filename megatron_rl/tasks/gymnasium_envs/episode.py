@@ -31,7 +31,7 @@ KNOWN_MODULES = {
     "BabyAI-": ("minigrid", "minigrid"),
     "MiniWorld-": ("miniworld", "miniworld"),
     "ALE/": ("ale_py", "ale-py"),
-    "Crafter": (f"{OWN}.crafter", "crafter"),
+    "Crafter": (f"{OWN}.crafter_world", "crafter"),
     "miniwob": (f"{OWN}.miniwob_pages", "miniwob"),
     "puzzles/": (f"{OWN}.puzzles", "megatron-rl"),
     "gym_cards/": ("megatron_rl.tasks.gym_cards", "megatron-rl"),

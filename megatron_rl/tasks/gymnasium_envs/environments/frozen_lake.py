@@ -91,7 +91,7 @@ def has_way(cells: np.ndarray) -> bool:
         if cells[row, column] == "G":
             return True
         for near in ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)):
-            if 0 <= min(near) and max(near) < size and near not in known and cells[near] != "H":
+            if min(near) >= 0 and max(near) < size and near not in known and cells[near] != "H":
                 known.add(near)
                 queue.append(near)
     return False

@@ -29,7 +29,9 @@ MAX_MS = 2_000_000_000
 """Limit of an episode in the page's own clock. JavaScript's timers are limited to 2**31 - 1 ms."""
 READY_S = 10.0
 """Maximum time in seconds for a page to be ready after the start of its episode."""
-COMMANDS = f"click X Y, double_click X Y, drag X1 Y1 X2 Y2, type TEXT, press KEY ({', '.join(KEY_CODES)}); X below {WIDTH}, Y below {HEIGHT}"
+COMMANDS = (
+    f"click X Y, double_click X Y, drag X1 Y1 X2 Y2, type TEXT, press KEY ({', '.join(KEY_CODES)}); X below {WIDTH}, Y below {HEIGHT}"
+)
 NUM_POINTS = {"click": 1, "double_click": 1, "drag": 2}
 
 

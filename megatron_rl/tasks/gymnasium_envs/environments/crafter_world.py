@@ -7,7 +7,7 @@ into the player's death (terminated) and the limit on the length (truncated).
 
 from typing import Any, ClassVar
 
-import crafter
+import crafter  # pyright: ignore[reportMissingImports] (optional)
 import gymnasium
 import numpy as np
 from gymnasium import spaces
