@@ -228,8 +228,8 @@ class GymnasiumOptions:
     """Reward added to every turn with a valid reply."""
     success_reward: float | None = None
     """Minimum return of a solved episode, without the rewards and penalties for the format of
-    replies. null uses success in the info of the last step if the environment sets it; otherwise, a return above 0
-    counts as solved.
+    replies. null uses success in the info of the last step if the environment sets it; otherwise, a
+    return above 0 counts as solved.
     """
     train_seeds: int = 4096
     """Number of training examples. Each is a seed of the environment's reset, counted from 0."""

@@ -223,8 +223,8 @@ MUTANTS = (
     Mutant(
         "penalties for invalid replies count as the environment's return",
         "megatron_rl/tasks/gymnasium_envs/task.py",
-        "if has_reward)",
-        "if True)",
+        'elif is_valid or options.invalid == "random":',
+        "else:",
         "tests/tasks/test_gymnasium_env.py -k test_success",
     ),
     Mutant(

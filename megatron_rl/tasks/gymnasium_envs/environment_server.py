@@ -33,7 +33,7 @@ from megatron_rl.tasks.process_server import RequestChannel, fork_processes, kil
 
 WARM_UP_SEEDS, WARM_UP_S = 16, 2.0
 STAGES = ("warm_up", "imports", "nothing")
-"""What the server does before it forks, from most to least."""
+"""Stages of the server, from most to least work before it forks (docstring of the module)."""
 
 
 def serve_episode(channel: socket.socket, *, spec: EpisodeSpec, timeout_s: float) -> None:
