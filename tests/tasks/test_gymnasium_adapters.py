@@ -19,6 +19,7 @@ import pytest
 
 from megatron_rl.config import TaskSettings
 from megatron_rl.config.task_options import GymnasiumOptions
+from megatron_rl.tasks.gymnasium_envs.environment_client import load_grammar
 from megatron_rl.tasks.gymnasium_envs.environments.chromium import NAMES, ChromiumPage
 from megatron_rl.tasks.gymnasium_envs.task import GymnasiumTask
 from tests.conftest import ROOT
@@ -71,6 +72,7 @@ def test_a_page_is_seen_clicked_and_typed_into(tmp_path: Path) -> None:
 
 HOLD = """
 import time
+from megatron_rl.tasks.gymnasium_envs.environment_client import load_grammar
 from megatron_rl.tasks.gymnasium_envs.environments.chromium import ChromiumPage
 page = ChromiumPage(width=100, height=100)
 print(page._process.pid, page._profile.name, flush=True)
@@ -93,6 +95,14 @@ def test_without_chromium(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ValueError, match="^needs Chromium, but none of chromium, .* is in PATH; Debian: apt-get install chromium$"):
         ChromiumPage(width=100, height=100)
+
+
+def test_an_import_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for environments that load OpenGL when they are imported, on a machine without it."""
+    (tmp_path / "opengl_environments.py").write_text("raise ImportError('Library GL not found.\\nInstall it.')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"^task.options.id=opengl_environments:A-v0: could not be created and .*: Install it\.$"):
+        load_grammar(GymnasiumOptions(id="opengl_environments:A-v0"))
 
 
 def make_task(full_id: str) -> GymnasiumTask:
