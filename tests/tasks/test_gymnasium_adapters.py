@@ -155,8 +155,8 @@ def test_commands_of_a_page() -> None:
 @needs_chromium
 @pytest.mark.skipif(find_spec("miniwob") is None, reason="miniwob is not installed: bash launch/install_environments.sh")
 def test_pages_are_solved_by_clicks_and_typing() -> None:
-    """A script that reads the page finds the button and the text field, and solves click-test,
-    enter-text and drag-box by commands. In other episodes, the reply is sent through the task.
+    """A script that reads the page finds the button and the text field, and solves click-test and
+    enter-text by commands. In other episodes, the reply is sent through the task.
     """
     from megatron_rl.tasks.gymnasium_envs.environments.miniwob_pages import MiniWobPage
 
