@@ -49,5 +49,34 @@ void emulated_unpin(uintptr_t start) {
   std::lock_guard<std::mutex> hold(lock);
   pinned_ranges.erase(start);
 }
+int emulated_use_pool(int pool) { return std::exchange(current_pool, pool); }
+int64_t emulated_pool_bytes(int pool) {
+  std::lock_guard<std::mutex> hold(lock);
+  int64_t sum = 0;
+  for (auto& [start, block] : device_blocks) if (block.pool == pool && !block.asleep) sum += block.size;
+  return sum;
+}
+void emulated_sleep_pool(int pool, bool backup) {
+  std::lock_guard<std::mutex> hold(lock);
+  for (auto& [start, block] : device_blocks) {
+    if (block.pool != pool || block.asleep) continue;
+    auto* bytes = static_cast<char*>(start);
+    if (backup) block.backup.assign(bytes, bytes + block.size);
+    block.asleep = true;
+    live_bytes -= block.size;
+    std::memset(start, 0x7f, block.size);
+  }
+}
+void emulated_wake_pool(int pool) {
+  std::lock_guard<std::mutex> hold(lock);
+  for (auto& [start, block] : device_blocks) {
+    if (block.pool != pool || !block.asleep) continue;
+    block.asleep = false;
+    live_bytes += block.size;
+    std::memset(start, 0x7f, block.size);  // what was written meanwhile is lost
+    if (!block.backup.empty()) std::memcpy(start, block.backup.data(), block.size);
+    block.backup.clear();
+  }
+}
 void emulated_resize_storage(void* storage, uint64_t size) { resize_storage(reinterpret_cast<c10::StorageImpl*>(storage), size); }
 }

@@ -44,6 +44,9 @@ class Library:
         self.set_device_count = loaded.emulated_set_device_count
         self.pin, self.unpin, self.resize_storage = loaded.emulated_pin, loaded.emulated_unpin, loaded.emulated_resize_storage
         self.pin.argtypes, self.unpin.argtypes = (ctypes.c_size_t, ctypes.c_size_t), (ctypes.c_size_t,)
+        self.use_pool, self.pool_bytes = loaded.emulated_use_pool, loaded.emulated_pool_bytes
+        self.sleep_pool, self.wake_pool = loaded.emulated_sleep_pool, loaded.emulated_wake_pool
+        self.pool_bytes.restype, self.sleep_pool.argtypes = ctypes.c_int64, (ctypes.c_int, ctypes.c_bool)
         self.resize_storage.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
         self.on_wait = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(record_wait)  # kept, because the library holds its address
         loaded.emulated_set_on_wait(self.on_wait)

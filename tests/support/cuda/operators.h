@@ -130,6 +130,12 @@ struct Arguments {
   }
 };
 
+void check_generator(const at::Generator& generator) {
+  if (!generator.defined() || generator == at::detail::getDefaultCPUGenerator()) return;  // the default of both devices
+  TORCH_CHECK(device_generators.count(generator.unsafeGetGeneratorImpl()),
+              "Expected a 'cuda' device type for generator but found '", generator.device().str(), "'");
+}
+
 Arguments read_arguments(const std::string& name, torch::jit::Stack* stack, size_t count) {
   Arguments found;
   for (const auto& value : torch::jit::last(*stack, count)) {
@@ -137,6 +143,7 @@ Arguments read_arguments(const std::string& name, torch::jit::Stack* stack, size
     else if (value.isTensorList()) for (const auto& tensor : value.toTensorVector()) found.add(tensor);
     else if (value.isOptionalTensorList())
       for (const auto& tensor : value.toOptionalTensorVector()) if (tensor && tensor->defined()) found.add_index(*tensor);
+    else if (value.isGenerator()) check_generator(value.toGenerator());
   }
   TORCH_CHECK(found.other.empty() || MIXES_DEVICES.count(name),
               "Expected all tensors to be on the same device, but found at least two devices, ",

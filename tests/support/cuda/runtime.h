@@ -16,6 +16,7 @@
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
+#include <vector>
 
 namespace {
 constexpr c10::DeviceType CUDA = c10::DeviceType::CUDA;
@@ -24,7 +25,16 @@ int num_devices = 1;
 thread_local c10::DeviceIndex current = 0;
 std::atomic<int64_t> live_bytes{0}, peak_bytes{0}, next_stream{1};
 std::mutex lock;
-std::unordered_map<void*, size_t> device_blocks;
+// A block of device memory. Those of a pool can sleep: their content is lost, unless a backup exists, and they take no memory.
+struct Block {
+  size_t size;
+  int pool;
+  bool asleep = false;
+  std::vector<char> backup;
+};
+std::unordered_map<void*, Block> device_blocks;
+thread_local int current_pool = 0;  // 0 is the memory outside of all pools
+std::unordered_set<const void*> device_generators;
 std::map<uintptr_t, uintptr_t> pinned_ranges;  // start -> end
 void (*on_wait)(const char*) = nullptr;
 
@@ -73,7 +83,7 @@ struct Memory final : c10::Allocator {
     std::lock_guard<std::mutex> hold(lock);
     auto found = device_blocks.find(start);
     if (found != device_blocks.end()) {
-      live_bytes -= found->second;
+      if (!found->second.asleep) live_bytes -= found->second.size;
       device_blocks.erase(found);
     }
     std::free(start);
@@ -93,7 +103,7 @@ struct Memory final : c10::Allocator {
     std::memset(start, 0x7f, size);  // memory that nobody writes reads as 3.4e38 in float32 and bfloat16
     std::lock_guard<std::mutex> hold(lock);
     if (is_device) {
-      device_blocks[start] = size;
+      device_blocks[start] = {size, current_pool};
       live_bytes += size;
       peak_bytes = std::max(peak_bytes.load(), live_bytes.load());
     } else {
@@ -131,7 +141,11 @@ struct Hooks final : at::CUDAHooksInterface {
   c10::Allocator* getCUDADeviceAllocator() const override { return &device_memory; }
   c10::Device getDeviceFromPtr(void*) const override { return {CUDA, current}; }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
-  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override {
+    auto made = at::detail::createCPUGenerator();
+    device_generators.insert(made.unsafeGetGeneratorImpl());
+    return made;
+  }
   void deviceSynchronize(c10::DeviceIndex) const override { wait("synchronize device"); }
 };
 

@@ -72,8 +72,14 @@ def _use_stream(_: object) -> Iterator[None]:
     yield
 
 
-def install(library: Library) -> None:
+library: Library
+"""C functions of the loaded device."""
+
+
+def install(loaded: Library) -> None:
     """Replace the functions of torch.cuda, of its random states and of page-locked memory."""
+    global library
+    library = loaded
     generator = torch.default_generator
 
     def pin(start: int, size: int, flags: int = 0) -> int:
@@ -102,6 +108,11 @@ def install(library: Library) -> None:
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    for name in ("empty_cache", "memory_allocated", "memory_reserved", "max_memory_allocated", "reset_peak_memory_stats"):
+        setattr(torch.accelerator, name, answers[name])
+    torch.accelerator.empty_host_cache = answers["empty_cache"]
+    torch.accelerator.get_memory_info = answers["mem_get_info"]
+    torch.accelerator.memory_stats = lambda device=None: {"allocated_bytes.all.peak": library.peak_bytes()}
     for name in ("get_rng_state", "set_rng_state", "manual_seed"):
         setattr(torch.cuda.random, name, answers[name])
     _pin_memory_utils.pin_memory, _pin_memory_utils.unpin_memory = pin, unpin
