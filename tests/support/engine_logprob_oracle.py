@@ -30,7 +30,7 @@ def open_engine(model: Path, renderer: Renderer, *, reads_weights: bool = True) 
     Without the folder's weights, it can generate after the first load_weights.
     """
     engine = ColocatedEngine(
-        str(model), EngineSettings(kv_cache_mib=32, max_model_len=1024), reads_weights=reads_weights,
+        str(model), EngineSettings(kv_cache_mib=32, max_model_len=1024, dtype="float32"), reads_weights=reads_weights,
         special_tokens=renderer.special_tokens, group=None,
     )  # fmt: skip
     yield engine

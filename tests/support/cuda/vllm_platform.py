@@ -21,9 +21,10 @@ from tests.support.cuda import torch_cuda
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-TOTAL_MEMORY = 24 * 10**9
-"""Memory that vLLM is given as that of the GPU, in bytes. vLLM profiles 16,384 tokens from 70 GB on,
-half of them below."""
+GPU_BYTES = 24 * 10**9
+"""Memory of the GPU by its properties. From 70 GB on, vLLM would profile twice the tokens."""
+MEMORY_BYTES = 10**9
+"""Memory of the GPU for vLLM's profiling, which allocates all of it, and the KV cache."""
 POOLS = {"weights": 1, "kv_cache": 2, "runtime": 3, "workspace": 4}
 """Memory pools of vLLM's sleep mode, with the numbers that device.cpp uses."""
 
@@ -73,7 +74,7 @@ class EmulatedCudaPlatform(Platform):
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        return TOTAL_MEMORY
+        return GPU_BYTES
 
     @classmethod
     def get_current_memory_usage(cls, device: torch.device | None = None) -> float:
@@ -157,4 +158,5 @@ def install() -> None:
     import vllm.device_allocator
 
     vllm.device_allocator.get_mem_allocator_instance = lambda: allocator
+    torch.accelerator.get_memory_info = lambda device=None: (MEMORY_BYTES - torch.cuda.memory_allocated(), MEMORY_BYTES)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
