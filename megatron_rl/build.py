@@ -198,8 +198,8 @@ def build_server_engine(
     if world.is_main:
         sender = WeightSender(
             servers, expected=expected_engine_fingerprint(settings, renderer), owner=make_owner_name(settings, name),
-            kind="nccl" if world.device.type == "cuda" else "gloo", bucket_bytes=int(given.bucket_mib * 2**20),
-            timeout_s=longest_s,
+            kind="nccl" if world.device.type == "cuda" else "gloo", device=world.device,
+            bucket_bytes=int(given.bucket_mib * 2**20), timeout_s=longest_s,
         )  # fmt: skip
     run_on_rank_zero(lambda: sender.lock_servers() if sender is not None and not is_own else None)
     return ServerEngine(

@@ -5,6 +5,7 @@ device: an operation raises, or the number of waits changes.
 from tests.mutation.mutant import Mutant
 
 ON_DEVICE = "-p tests.support.cuda.session tests/cuda/emulated/"
+ENGINE = ON_DEVICE + "test_engine.py "
 MUTANTS = (
     Mutant(
         "the offsets of attention stay on the host",
@@ -103,5 +104,75 @@ MUTANTS = (
         "dist.all_gather(list(flat.unbind(0)), local, group",
         "dist.all_gather(list(flat.unbind(0)), local.repeat_interleave(2)[::2], group",
         "tests/cuda/test_emulated_ranks.py",
+    ),
+    Mutant(
+        "the banned ids of the sampler stay on the host",
+        "megatron_rl/rollout/vllm/sampler.py",
+        "dtype=torch.int64, device=device)",
+        "dtype=torch.int64)",
+        ENGINE + "-k waits",
+    ),
+    Mutant(
+        "the noise of a GPU comes from a generator of the host",
+        "megatron_rl/rollout/vllm/sampler.py",
+        "torch.Generator(device=runner.device)",
+        "torch.Generator()",
+        ENGINE + "-k noise_is_drawn",
+    ),
+    Mutant(
+        "sampling reads its logprobs on the host",
+        "megatron_rl/rollout/vllm/sampler.py",
+        "        time_RV = torch.empty_like(logprob_RV)",
+        "        assert not logprob_RV.isnan().any()\n        time_RV = torch.empty_like(logprob_RV)",
+        ENGINE + "-k waits",
+    ),
+    Mutant(
+        "an update of an engine that does not sleep keeps the image embeddings",
+        "megatron_rl/rollout/vllm/engine_core.py",
+        "        self._engine.reset_encoder_cache()\n",
+        "",
+        ENGINE + "-k does_not_sleep",
+    ),
+    Mutant(
+        "tokens after an update have the version of the old weights",
+        "megatron_rl/rollout/vllm/engine_core.py",
+        "        self._reset_caches()\n        self._engine.set_weight_version(str(version))\n",
+        "        self._reset_caches()\n",
+        ENGINE + "-k in_flight",
+    ),
+    Mutant(
+        "an engine that falls asleep aborts its requests",
+        "megatron_rl/rollout/vllm/engine_core.py",
+        'sleep(level=2, mode="keep")',
+        'sleep(level=2, mode="abort")',
+        ENGINE + "-k in_flight",
+    ),
+    Mutant(
+        "an idle engine falls asleep without its last step",
+        "megatron_rl/rollout/vllm/engine_core.py",
+        "        if not self.is_busy():\n            self._engine.step()\n",
+        "",
+        ENGINE + "-k sleep_frees",
+    ),
+    Mutant(
+        "a server receives buckets in host memory",
+        "megatron_rl/rollout/vllm/worker_extension.py",
+        "dtype=torch.uint8, device=self.device)",
+        "dtype=torch.uint8)",
+        ENGINE + "-k nccl",
+    ),
+    Mutant(
+        "a communicator of NCCL is on the current GPU of its thread",
+        "megatron_rl/rollout/vllm/weight_transport.py",
+        "PyNcclCommunicator(group, device=device)",
+        "PyNcclCommunicator(group, device=torch.accelerator.current_device_index())",
+        ENGINE + "-k nccl",
+    ),
+    Mutant(
+        "a server that rejoins is sent buckets of host memory",
+        "megatron_rl/rollout/vllm/weight_transport.py",
+        "        flat = flat.to(self._device)\n",
+        "",
+        ENGINE + "-k nccl",
     ),
 )

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import torch
 
 from megatron_rl.config import EngineSettings, ModelSettings
 from megatron_rl.rollout.health import ServerControl
@@ -123,7 +124,9 @@ def connect_server_engine(
     """
     own = [VllmServer(url, token=TOKEN) for url in urls]
     wanted = expected_fingerprint(settings, renderer.tokenizer.name_or_path, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels)
-    sender = WeightSender(own, expected=wanted, owner=f"{name} of a test", kind="gloo", bucket_bytes=bucket_bytes, timeout_s=20)
+    sender = WeightSender(
+        own, expected=wanted, owner=f"{name} of a test", kind="gloo", device=torch.device("cpu"), bucket_bytes=bucket_bytes, timeout_s=20
+    )
     sender.lock_servers()
     engine = ServerEngine(
         own, settings, name=name, special_tokens=renderer.special_tokens,

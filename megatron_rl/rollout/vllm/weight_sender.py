@@ -41,6 +41,7 @@ class Connection:
     expected: Mapping[str, str]
     owner: str
     kind: str
+    device: torch.device
     timeout_s: float
     transport: Transport | None = None
     lock: Lock = field(default_factory=Lock)
@@ -63,7 +64,7 @@ class Connection:
         meeting = replace(meeting, port=store.port)
         claim = asdict(meeting) | {"owner": self.owner}
         self.transport = self._on_both_ends(
-            lambda: TRANSPORTS[self.kind](meeting, store, rank=0), "/init_weight_transfer_engine", {"init_info": claim}
+            lambda: TRANSPORTS[self.kind](meeting, store, rank=0, device=self.device), "/init_weight_transfer_engine", {"init_info": claim}
         )
 
     def start_update(self) -> None:
@@ -159,8 +160,9 @@ class WeightSender:
     """
 
     def __init__(
-        self, servers: Sequence[VllmServer], *, expected: Mapping[str, str], owner: str, kind: str, bucket_bytes: int, timeout_s: float
-    ) -> None:
+        self, servers: Sequence[VllmServer], *,
+        expected: Mapping[str, str], owner: str, kind: str, device: torch.device, bucket_bytes: int, timeout_s: float,
+    ) -> None:  # fmt: skip
         """Create the connections without opening them.
 
         Args:
@@ -169,11 +171,12 @@ class WeightSender:
             owner: Name of the trainer process. The servers belong to this process while it is
                 alive.
             kind: Kind of transport, a key of weight_transport.TRANSPORTS.
+            device: Device of this process, on which the weights are.
             bucket_bytes: Size of the buckets in bytes.
             timeout_s: Timeout in seconds of the process groups and of each of their operations
                 (parallel.timeout_s).
         """
-        own = {"expected": expected, "owner": owner, "kind": kind, "timeout_s": timeout_s}
+        own = {"expected": expected, "owner": owner, "kind": kind, "device": device, "timeout_s": timeout_s}
         self._connections = {server.url: Connection(server=server, **own) for server in servers}
         self._bucket_bytes = bucket_bytes
         self._lock = Lock()

@@ -7,7 +7,7 @@ layout of each bucket is sent over HTTP, with vLLM's own `/update_weights` call.
 last bucket contains a digest of the whole update.
 
 Written against vLLM 0.32.0: distributed/weight_transfer/{base,nccl_common}.py. The transport over
-NCCL has not been tested on hardware yet.
+NCCL was tested with an emulated library only (docs/numerics.md), not on hardware.
 """
 
 import hashlib
@@ -59,7 +59,8 @@ class Transport(Protocol):
 class GlooTransport:
     """Transport over gloo, for CPUs."""
 
-    def __init__(self, rendezvous: Rendezvous, store: Store, *, rank: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, store: Store, *, rank: int, device: torch.device) -> None:
+        assert device.type == "cpu", f"gloo does not send tensors on {device}"
         self.store = store
         limit = timedelta(seconds=rendezvous.timeout_s)
         # torch's types omit the collectives of this class
@@ -79,20 +80,36 @@ class GlooTransport:
 
 
 class NcclTransport:
-    """Transport over NCCL, for GPUs."""
+    """Transport over NCCL, for GPUs.
 
-    def __init__(self, rendezvous: Rendezvous, store: Store, *, rank: int) -> None:
+    Every thread has its own current GPU, at first GPU 0, so each call names the GPU.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, store: Store, *, rank: int, device: torch.device) -> None:
+        """Join the group.
+
+        Raises:
+            RuntimeError: NCCL cannot be loaded. vLLM's communicator would then send nothing.
+        """
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
         self.store = store
         group = StatelessProcessGroup(rank=rank, world_size=rendezvous.size, store=store)
-        self._communicator = PyNcclCommunicator(group, device=torch.accelerator.current_device_index())
-        self._stream = torch.cuda.Stream()  # a broadcast to a dead server must not block others
+        self._device = device
+        self._communicator = PyNcclCommunicator(group, device=device)
+        if self._communicator.disabled:
+            raise RuntimeError("NCCL is not available to vLLM: libnccl.so.2 cannot be loaded, or VLLM_DISABLE_PYNCCL is set")
+        self._stream = torch.cuda.Stream(device)  # a broadcast to a dead server must not block others
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Broadcast `flat` from rank 0 to all other ranks, in place."""
-        self._stream.wait_stream(torch.cuda.default_stream())  # the bucket was packed on the default stream
+        """Broadcast `flat` from rank 0 to all other ranks, in place.
+
+        On rank 0, `flat` may be in host memory, as the buckets that are kept for a server that
+        rejoins are.
+        """
+        flat = flat.to(self._device)
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))  # the bucket was packed or copied on the default stream
         self._communicator.broadcast(flat, src=0, stream=self._stream)
         self._stream.synchronize()
 

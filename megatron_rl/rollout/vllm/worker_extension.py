@@ -85,7 +85,7 @@ class VllmWeightEndpoint(WeightTransferEngine[InitInfo, UpdateInfo]):
             address=init_info.address, port=init_info.port, size=init_info.size, kind=init_info.kind, timeout_s=init_info.timeout_s
         )
         rank = 1 + self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank
-        self._transport = TRANSPORTS[init_info.kind](meeting, open_store(meeting, rank=rank), rank=rank)
+        self._transport = TRANSPORTS[init_info.kind](meeting, open_store(meeting, rank=rank), rank=rank, device=self.device)
         self._weights = self._weights or EngineWeights(self.model, bucket_bytes=0)
 
     def start_weight_update(self) -> None:

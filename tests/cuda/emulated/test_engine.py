@@ -32,6 +32,7 @@ from tests.parity.test_engine_versions import EPISODES, LIMITS, VERSIONS, gaps, 
 from tests.rollout.vllm.test_weight_sender import StandIn, sender_to  # noqa: E402
 from tests.support.cuda import nccl  # noqa: E402
 from tests.support.engine_logprob_oracle import LOGPROB_BOUND, check_frequencies, generate_all, open_engine  # noqa: E402
+from tests.support.json_server import stop_server  # noqa: E402
 from tests.support.packed_example import make_prompts  # noqa: E402
 
 VLLM_WAITS = {"synchronize event", "index on the host", "index by a mask"}
@@ -217,3 +218,50 @@ def test_sleep_frees_weights_and_cache_and_leaves_nothing_of_the_images(
     engine.wake()
     assert {tag: vllm_platform.pool_bytes(tag) for tag in vllm_platform.POOLS} == before
     assert {version for each in generate_all(engine, prompts, samplings) for version in each.weight_versions} == {1}
+
+
+class EngineServer(StandIn):
+    """Server whose weight-transfer calls are those of vLLM's worker, with this project's endpoint."""
+
+    def __init__(self, engine: ColocatedEngine, runner) -> None:  # noqa: ANN001
+        super().__init__()
+        config = engine._core._engine.vllm_config
+        self.endpoint = worker_extension.VllmWeightEndpoint(None, config, runner.device, runner.model)
+
+    def meet(self, body: dict) -> None:
+        self.endpoint.init_transfer_engine(worker_extension.InitInfo(**body["init_info"]))
+
+    def start(self, body: dict) -> None:
+        self.endpoint.start_weight_update()
+
+    def take(self, body: dict) -> None:
+        self.endpoint.receive_weights(worker_extension.UpdateInfo(**body["update_info"]))
+
+    def finish(self, body: dict) -> None:
+        self.endpoint.finish_weight_update()
+        self.label = body["weight_version"]
+
+
+@pytest.fixture
+def server(engine: ColocatedEngine, runner) -> Iterator[EngineServer]:  # noqa: ANN001
+    made = EngineServer(engine, runner)
+    yield made
+    stop_server(made.http)
+
+
+def test_a_server_receives_weights_over_nccl(server: EngineServer, policies: list[Policy], runner) -> None:  # noqa: ANN001, F811
+    """The trainer is on GPU 1, the server on GPU 0. A server that comes back receives the last
+    update from host memory."""
+    tensors = [(name, tensor.to("cuda:1")) for name, tensor in policies[2].hf_weights()]
+    torch.cuda.set_device(1)
+    try:
+        sender = sender_to(server, kind="nccl", device=torch.device("cuda", 1), bucket_bytes=1 << 20)
+        sender.lock_servers()
+        assert sender.send(tensors, "mine.1", urls=[server.url]) == ([server.url], {}) and server.label == "mine.1"
+        held = {name: parameter.clone() for name, parameter in runner.model.named_parameters()}
+        for parameter in runner.model.parameters():
+            parameter.data.zero_()
+        sender.add_server(server.url)
+        assert all(torch.equal(parameter, held[name]) for name, parameter in runner.model.named_parameters())
+    finally:
+        torch.cuda.set_device(0)

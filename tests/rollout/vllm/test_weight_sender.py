@@ -26,6 +26,7 @@ from megatron_rl.rollout.vllm.weight_transport import (
 from tests.support.hostile_server import serve_hostile
 from tests.support.json_server import server_url, start_server, stop_server
 
+CPU = torch.device("cpu")
 GENERATOR = torch.Generator().manual_seed(0)
 TENSORS = {
     "a": torch.randn(7, 3, generator=GENERATOR), "b": torch.randn(5, generator=GENERATOR).bfloat16(),
@@ -82,7 +83,7 @@ class StandIn:
         claim = dict(body["init_info"])
         self.owner = claim.pop("owner")
         meeting = Rendezvous(**claim)
-        self.wire = TRANSPORTS[meeting.kind](meeting, open_store(meeting, rank=1), rank=1)
+        self.wire = TRANSPORTS[meeting.kind](meeting, open_store(meeting, rank=1), rank=1, device=CPU)
 
     def start(self, body: dict) -> None:
         if self.is_open:
@@ -119,7 +120,7 @@ def two() -> Iterator[tuple[StandIn, StandIn]]:
 
 
 def sender_to(*servers: StandIn, **changes: object) -> WeightSender:
-    given = {"expected": {"model": "m"}, "owner": "me", "kind": "gloo", "bucket_bytes": 50, "timeout_s": 10.0, **changes}
+    given = {"expected": {"model": "m"}, "owner": "me", "kind": "gloo", "device": CPU, "bucket_bytes": 50, "timeout_s": 10.0, **changes}
     return WeightSender([VllmServer(each.url) for each in servers], **given)
 
 
