@@ -23,6 +23,10 @@ command -v g++ >/dev/null || fail "needs g++ to build. Install it (Debian: apt-g
 echo "install_te: building $(grep -c '==' "$LOCK") packages from $LOCK (many minutes)"
 # Build against the torch in .venv, and keep the package versions of gpu.txt.
 grep -hoE '^[A-Za-z0-9_.-]+==[^ ]+' requirements/torch.txt requirements/gpu.txt >"$PINS"
+# The headers of cuDNN and NCCL are in packages of gpu.txt; CUDA's toolkit does not contain them.
+CPATH=$(.venv/bin/python -c 'import nvidia.cudnn as c, nvidia.nccl as n; print(f"{c.__path__[0]}/include:{n.__path__[0]}/include")') ||
+    fail "the packages of requirements/gpu.txt have no headers of cuDNN and NCCL"
+export CPATH
 NVTE_FRAMEWORK=pytorch .venv/bin/python -m pip install -qq --no-input --no-build-isolation -c "$PINS" -r "$LOCK"
 .venv/bin/python -c 'from megatron.core.extensions.transformer_engine import HAVE_TE; raise SystemExit(not HAVE_TE)' ||
     fail "the packages of $LOCK cannot be imported with megatron-core"

@@ -63,7 +63,7 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / "requirements" / "torch.txt").write_text("# torch==1\ntorch==2.13.0\n")
     (tmp_path / "requirements" / "gpu.txt").write_text("vllm==0.32.0 \\\n    --hash=sha256:0f\n")
     write_script(tmp_path / "launch" / "install.sh", 'echo "install: $*"')
-    write_script(tmp_path / ".venv" / "bin" / "python", 'echo "asked: $*"')
+    write_script(tmp_path / ".venv" / "bin" / "python", 'case "$*" in *cudnn*) echo headers ;; *) echo "asked: $* with $CPATH" ;; esac')
     write_script(tmp_path / "bin" / "nvcc", 'echo "Cuda compilation tools, release 13.0, V13.0.88"')
     write_script(tmp_path / "bin" / "g++", "exit 0")
     for name in ("bash", "sh", "dirname", "cat", "cmp", "grep", "cp", "mv"):
@@ -78,13 +78,14 @@ def install(checkout: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_build_is_asked_for_once(checkout: Path) -> None:
-    """The first call builds with pip without build isolation, constrained by gpu.txt, and then
-    checks that Megatron can use Transformer Engine. The second call builds nothing.
+    """The first call builds with pip without build isolation, constrained by gpu.txt, with the
+    headers of gpu.txt's packages, and then checks that Megatron can use Transformer Engine. The
+    second call builds nothing.
     """
     first, second = install(checkout), install(checkout)
     assert first.returncode == second.returncode == 0, first.stderr
     told, pip, check = [line for line in first.stdout.splitlines() if line.startswith(("asked", "install:"))]
-    assert told == "install: gpu" and "--no-build-isolation -c .venv/te.constraints -r requirements/te.txt" in pip and "HAVE_TE" in check
+    assert told == "install: gpu" and "--no-build-isolation -c .venv/te.constraints -r requirements/te.txt with headers" in pip and "HAVE_TE" in check
     assert (checkout / ".venv" / "te.constraints").read_text() == "torch==2.13.0\nvllm==0.32.0\n"
     assert second.stdout.splitlines() == ["install: gpu"]
 
@@ -96,8 +97,10 @@ def test_what_the_build_lacks_is_named(checkout: Path) -> None:
         (line,) = ended.stderr.splitlines()
         return line
 
-    write_script(checkout / ".venv" / "bin" / "python", 'case "$1" in -c) exit 1 ;; esac')
+    write_script(checkout / ".venv" / "bin" / "python", 'case "$*" in *HAVE_TE*) exit 1 ;; esac')
     assert refused() == "install_te: error: the packages of requirements/te.txt cannot be imported with megatron-core"
+    write_script(checkout / ".venv" / "bin" / "python", 'case "$*" in *cudnn*) exit 1 ;; esac')
+    assert refused() == "install_te: error: the packages of requirements/gpu.txt have no headers of cuDNN and NCCL"
     (checkout / "bin" / "g++").unlink()
     assert refused().startswith("install_te: error: needs g++ to build")
     write_script(checkout / "bin" / "nvcc", 'echo "Cuda compilation tools, release 12.8, V12.8.93"')

@@ -11,6 +11,7 @@ memory and compute capability of the recipe's GPU. Nothing is started and no wei
 model folder contains a released config.json and the processor's released limit of 12.8 megapixels.
 """
 
+import importlib.util
 import json
 import os
 import shutil
@@ -24,7 +25,8 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="CRITICAL", RANK="5", LOCAL_RANK="5", WORLD_SIZE="8",
 )  # fmt: skip
 for library in ("vllm._C", "vllm._C_stable_libtorch"):  # CUDA kernels, which no configuration needs
-    sys.modules[library] = types.ModuleType(library)
+    if importlib.util.find_spec(library) is None:
+        sys.modules[library] = types.ModuleType(library)
 
 import vllm.model_executor.models.qwen2_5_vl  # noqa: E402, F401 (before the platform is replaced: a CUDA platform needs its kernels)
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402

@@ -139,11 +139,11 @@ void check_generator(const at::Generator& generator) {
 Arguments read_arguments(const std::string& name, torch::jit::Stack* stack, size_t count) {
   Arguments found;
   for (const auto& value : torch::jit::last(*stack, count)) {
-    if (value.isTensor()) found.add(value.toTensor());
+    if (value.isGenerator()) check_generator(value.toGenerator());
+    else if (value.isTensor()) found.add(value.toTensor());
     else if (value.isTensorList()) for (const auto& tensor : value.toTensorVector()) found.add(tensor);
     else if (value.isOptionalTensorList())
       for (const auto& tensor : value.toOptionalTensorVector()) if (tensor && tensor->defined()) found.add_index(*tensor);
-    else if (value.isGenerator()) check_generator(value.toGenerator());
   }
   TORCH_CHECK(found.other.empty() || MIXES_DEVICES.count(name),
               "Expected all tensors to be on the same device, but found at least two devices, ",
