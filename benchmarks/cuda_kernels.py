@@ -9,9 +9,10 @@ shapes are those of Qwen2.5-VL-7B. Prints one line per kernel and fails if one i
 """
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
@@ -25,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise vLLM replaces Triton, because no driver is active
 
+CAPABILITIES, TIMEOUT_S = (90, 89), 900
 TOKENS, ROWS, VOCAB, WIDTH = 4096, 1024, 152064, 18944
 HEADS, KV_HEADS, HEAD_SIZE, VISION_HEADS, VISION_HEAD_SIZE = 28, 4, 128, 16, 80
 PROPERTIES = SimpleNamespace(
@@ -41,12 +43,15 @@ class Driver:
         self.get_current_device, self.get_current_stream = lambda: 0, lambda _: 0
 
     def get_current_target(self) -> GPUTarget:
+        """Return the GPU to compile for."""
         return GPUTarget("cuda", self.capability, 32)
 
     def get_active_torch_device(self) -> torch.device:
+        """Return the device of tensors."""
         return torch.device("cuda", 0)
 
     def get_device_interface(self) -> object:
+        """Return torch's functions of the device."""
         return torch.cuda
 
 
@@ -68,34 +73,29 @@ def use_gpu(capability: int) -> Iterator[None]:
         compiled[f"{made.metadata.name} {len(compiled)}"] = len(made.asm["cubin"])
         return made
 
-    patches = [
-        mock.patch.object(triton, "compile", record),
-        mock.patch.object(triton.compiler, "compile", record),  # what a JIT function imports before its first call
-        mock.patch.object(
-            triton.runtime.jit.JITFunction, "run", lambda self, *a, grid, warmup, **k: run(self, *a, grid=grid, warmup=True, **k)
-        ),
-        mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
-        mock.patch.object(triton_heuristics.CachingAutotuner, "_make_launchers", lambda self: None),
-        mock.patch.object(triton_heuristics.CachingAutotuner, "_dynamic_scale_rblock", lambda self: None),
-        mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
-        mock.patch.object(torch.cuda, "_get_device_properties", lambda device: PROPERTIES, create=True),
-        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: divmod(capability, 10)),
-        mock.patch.object(torch.cuda, "current_device", lambda: 0),
-        mock.patch.object(torch.cuda, "device_count", lambda: 1),
-        mock.patch.object(torch.cuda, "_exchange_device", lambda device: 0),
-        mock.patch.object(torch.cuda, "_maybe_exchange_device", lambda device: 0),
-        mock.patch.object(torch.cuda, "synchronize", lambda device=None: None),
-        mock.patch.object(torch.cuda, "get_rng_state", lambda device=None: torch.zeros(16, dtype=torch.uint8)),
-        mock.patch.object(torch.cuda, "set_rng_state", lambda state, device=None: None),
+    replaced: list[tuple[object, str, Callable]] = [
+        (triton, "compile", record),
+        (triton.compiler, "compile", record),  # what a JIT function imports before its first call
+        (triton.runtime.jit.JITFunction, "run", lambda self, *a, grid, warmup, **k: run(self, *a, grid=grid, warmup=True, **k)),
+        (triton_helpers, "set_driver_to_gpu", lambda: None),
+        (triton_heuristics.CachingAutotuner, "_make_launchers", lambda self: None),
+        (triton_heuristics.CachingAutotuner, "_dynamic_scale_rblock", lambda self: None),
+        (torch.cuda, "_lazy_init", lambda: None),
+        (torch.cuda, "_get_device_properties", lambda device: PROPERTIES),
+        (torch.cuda, "get_device_capability", lambda device=None: divmod(capability, 10)),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "device_count", lambda: 1),
+        (torch.cuda, "_exchange_device", lambda device: 0),
+        (torch.cuda, "_maybe_exchange_device", lambda device: 0),
+        (torch.cuda, "synchronize", lambda device=None: None),
+        (torch.cuda, "get_rng_state", lambda device=None: torch.zeros(16, dtype=torch.uint8)),
+        (torch.cuda, "set_rng_state", lambda state, device=None: None),
     ]
     triton.runtime.driver.set_active(Driver(capability))
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as patches:
+        for owner, name, made in replaced:
+            patches.enter_context(mock.patch.object(owner, name, made, create=True))
         yield
-    finally:
-        for patch in patches:
-            patch.stop()
 
 
 def run_vllm_kernels() -> None:
@@ -110,7 +110,7 @@ def run_vllm_kernels() -> None:
     triton_mrope(q, k, angles, angles, [16, 24, 24], HEAD_SIZE, HEAD_SIZE, False, True)
     of_image = torch.zeros(1, TOKENS, VISION_HEADS, VISION_HEAD_SIZE, **bf16)
     half = torch.zeros(TOKENS, VISION_HEAD_SIZE // 2, **bf16)
-    with mock.patch.object(torch.cuda, "device", lambda _: mock.MagicMock()):
+    with mock.patch.object(torch.cuda, "device", mock.MagicMock()):
         apply_rotary(of_image, half, half)
     table = ComputeSlotMappingKernel()
     table(
@@ -170,7 +170,10 @@ def compile_graphs() -> None:
                 node.kwargs = {key: torch.device("cuda", 0) if key == "device" else value for key, value in node.kwargs.items()}
                 node.meta.pop("val", None)
             traced.recompile()
-            on_gpu = [FakeTensor(mode, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), torch.device("cuda", 0)) for x in inputs]
+            on_gpu = [
+                FakeTensor(mode, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), torch.device("cuda", 0))
+                for x in inputs
+            ]
             FakeTensorProp(traced, mode).propagate_dont_convert_inputs(*on_gpu)
             compile_fx_inner(traced, on_gpu)
             assert len(compiled) > before, f"{name}: no kernel was compiled"
@@ -178,17 +181,21 @@ def compile_graphs() -> None:
 
 
 def main() -> None:
-    for capability in (90, 89):
-        compiled.clear()
-        with use_gpu(capability):
-            run_vllm_kernels()
-            assert compiled, "no kernel of vLLM was compiled"
-            print(f"sm_{capability}: {len(compiled)} kernels of vLLM")
-            compile_graphs()
-        for name, size in compiled.items():
-            print(f"sm_{capability} {name.rpartition(' ')[0]}: {size} bytes")
-        torch._dynamo.reset()
-    sys.stdout.flush()
+    """Compile for the capability that is given, or for both, each in a process of its own.
+
+    torch keeps the properties of a device for the whole process.
+    """
+    if len(sys.argv) == 1:
+        for capability in CAPABILITIES:
+            subprocess.run([sys.executable, __file__, str(capability)], check=True, timeout=TIMEOUT_S)
+        return
+    capability = int(sys.argv[1])
+    with use_gpu(capability):
+        run_vllm_kernels()
+        print(f"sm_{capability}: {len(compiled)} kernels of vLLM")
+        compile_graphs()
+    for name, size in compiled.items():
+        print(f"sm_{capability} {name.rpartition(' ')[0]}: {size} bytes")
 
 
 if __name__ == "__main__":

@@ -141,13 +141,6 @@ MUTANTS = (
         ENGINE + "-k in_flight",
     ),
     Mutant(
-        "an engine that falls asleep aborts its requests",
-        "megatron_rl/rollout/vllm/engine_core.py",
-        'sleep(level=2, mode="keep")',
-        'sleep(level=2, mode="abort")',
-        ENGINE + "-k in_flight",
-    ),
-    Mutant(
         "an idle engine falls asleep without its last step",
         "megatron_rl/rollout/vllm/engine_core.py",
         "        if not self.is_busy():\n            self._engine.step()\n",

@@ -53,13 +53,13 @@ def engine(policies: list[Policy], random_model: Path, renderer: Renderer) -> It
 
 
 @pytest.fixture
-def core(engine: ColocatedEngine):  # noqa: ANN201
+def core(engine: ColocatedEngine):
     """Return vLLM's engine core."""
     return engine._core._engine.engine_core.engine_core
 
 
 @pytest.fixture
-def runner(core):  # noqa: ANN001, ANN201
+def runner(core):  # noqa: ANN001
     return core.model_executor.driver_worker.worker.model_runner
 
 
@@ -71,7 +71,11 @@ def test_the_engine_is_that_of_a_gpu(engine: ColocatedEngine, core, runner) -> N
 
 
 def test_tokens_are_those_of_their_versions_with_a_step_in_flight(
-    engine: ColocatedEngine, renderer: Renderer, policies: list[Policy], core, monkeypatch: pytest.MonkeyPatch  # noqa: ANN001, F811
+    engine: ColocatedEngine,
+    renderer: Renderer,
+    policies: list[Policy],
+    core,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each logprob is that of the trainer with the weights of the token's version. Both updates
     meet a step in flight on a sleeping engine. The trainer's tensors are on the device too."""
@@ -84,7 +88,9 @@ def test_tokens_are_those_of_their_versions_with_a_step_in_flight(
 def deliver_old_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that were sampled before an update count as sampled after it."""
     preempt = Scheduler._preempt_request
-    monkeypatch.setattr(Scheduler, "_preempt_request", lambda self, request, timestamp, drop_stale_output=False: preempt(self, request, timestamp))
+    monkeypatch.setattr(
+        Scheduler, "_preempt_request", lambda self, request, timestamp, drop_stale_output=False: preempt(self, request, timestamp)
+    )
 
 
 def keep_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +104,11 @@ def keep_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mistake", [lambda _: None, deliver_old_tokens, keep_prefixes, keep_pictures])
 def test_an_update_of_an_engine_that_does_not_sleep(
-    mistake: Callable, engine: ColocatedEngine, renderer: Renderer, policies: list[Policy], monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    mistake: Callable,
+    engine: ColocatedEngine,
+    renderer: Renderer,
+    policies: list[Policy],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tokens are those of their versions; an attribution to the wrong version, and what old weights
     computed, are noticed."""
@@ -123,7 +133,12 @@ def seeded_noise(runner, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN0
 
 
 def test_samples_equal_those_of_a_synchronous_schedule(
-    engine: ColocatedEngine, renderer: Renderer, policies: list[Policy], core, seeded_noise: None, monkeypatch: pytest.MonkeyPatch  # noqa: ANN001, F811
+    engine: ColocatedEngine,
+    renderer: Renderer,
+    policies: list[Policy],
+    core,
+    seeded_noise: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tokens, logprobs and stop reasons of a schedule with a step in flight, with two updates (the
     weights stay the same) and an abort on the way, equal those of a schedule in which every step
@@ -198,7 +213,10 @@ def test_noise_is_drawn_on_the_device(engine: ColocatedEngine) -> None:
 
 
 def test_sleep_frees_weights_and_cache_and_leaves_nothing_of_the_images(
-    engine: ColocatedEngine, renderer: Renderer, policies: list[Policy], runner  # noqa: ANN001, F811
+    engine: ColocatedEngine,
+    renderer: Renderer,
+    policies: list[Policy],
+    runner,  # noqa: ANN001
 ) -> None:
     """An idle engine keeps no patches, although its last step was still in flight when the last
     request ended. What was in the freed memory is gone, and a request needs weights first."""
