@@ -18,6 +18,7 @@ from tests.support.cuda import device, vllm_platform
 vllm_platform.install()
 
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402 (after vLLM has its platform)
+from vllm.v1.engine.core import EngineCore  # noqa: E402
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
 
 from megatron_rl.config import ModelSettings  # noqa: E402
@@ -28,13 +29,14 @@ from megatron_rl.rollout.engine import Completion, SamplingSettings  # noqa: E40
 from megatron_rl.rollout.renderer import Renderer  # noqa: E402
 from megatron_rl.rollout.vllm import worker_extension  # noqa: E402
 from tests.parity import test_engine_versions as versions  # noqa: E402
-from tests.parity.test_engine_versions import EPISODES, LIMITS, VERSIONS, gaps, played, policies  # noqa: E402, F401 (a fixture)
+from tests.parity.test_engine_versions import EPISODES, LIMITS, VERSIONS, gaps, played  # noqa: E402
 from tests.rollout.vllm.test_weight_sender import StandIn, sender_to  # noqa: E402
 from tests.support.cuda import nccl  # noqa: E402
 from tests.support.engine_logprob_oracle import LOGPROB_BOUND, check_frequencies, generate_all, open_engine  # noqa: E402
 from tests.support.json_server import stop_server  # noqa: E402
 from tests.support.packed_example import make_prompts  # noqa: E402
 
+policies = versions.policies  # the fixture
 VLLM_WAITS = {"synchronize event", "index on the host", "index by a mask"}
 """Waits of vLLM's model runner in a step: for its own copies, and for the images of a prompt."""
 
@@ -45,7 +47,7 @@ def renderer(random_model: Path) -> Renderer:
 
 
 @pytest.fixture(scope="module")
-def engine(policies: list[Policy], random_model: Path, renderer: Renderer) -> Iterator[ColocatedEngine]:  # noqa: F811
+def engine(policies: list[Policy], random_model: Path, renderer: Renderer) -> Iterator[ColocatedEngine]:
     nccl.install()
     with open_engine(random_model, renderer, reads_weights=False) as engine:
         engine.load_weights(policies[0].hf_weights(), version=0)
@@ -53,17 +55,17 @@ def engine(policies: list[Policy], random_model: Path, renderer: Renderer) -> It
 
 
 @pytest.fixture
-def core(engine: ColocatedEngine):
+def core(engine: ColocatedEngine) -> EngineCore:
     """Return vLLM's engine core."""
     return engine._core._engine.engine_core.engine_core
 
 
 @pytest.fixture
-def runner(core):  # noqa: ANN001
+def runner(core: EngineCore) -> GPUModelRunner:
     return core.model_executor.driver_worker.worker.model_runner
 
 
-def test_the_engine_is_that_of_a_gpu(engine: ColocatedEngine, core, runner) -> None:  # noqa: ANN001
+def test_the_engine_is_that_of_a_gpu(engine: ColocatedEngine, core: EngineCore, runner: GPUModelRunner) -> None:
     assert core.async_scheduling and core.batch_queue_size == 2 and core.step_fn == core.step_with_batch_queue
     assert runner.use_async_scheduling and runner.device == torch.device("cuda", 0)
     assert {str(parameter.device) for parameter in runner.model.parameters()} == {"cuda:0"}
@@ -74,7 +76,7 @@ def test_tokens_are_those_of_their_versions_with_a_step_in_flight(
     engine: ColocatedEngine,
     renderer: Renderer,
     policies: list[Policy],
-    core,
+    core: EngineCore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each logprob is that of the trainer with the weights of the token's version. Both updates
@@ -121,7 +123,7 @@ def test_an_update_of_an_engine_that_does_not_sleep(
 
 
 @pytest.fixture
-def seeded_noise(runner, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
+def seeded_noise(runner: GPUModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """The noise of a token depends only on its seed and position, as on a CPU."""
     (own,) = (each for each in runner.input_batch.logitsprocs.all if type(each).__name__ == "BanAndSeed")
 
@@ -136,7 +138,7 @@ def test_samples_equal_those_of_a_synchronous_schedule(
     engine: ColocatedEngine,
     renderer: Renderer,
     policies: list[Policy],
-    core,
+    core: EngineCore,
     seeded_noise: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -216,7 +218,7 @@ def test_sleep_frees_weights_and_cache_and_leaves_nothing_of_the_images(
     engine: ColocatedEngine,
     renderer: Renderer,
     policies: list[Policy],
-    runner,  # noqa: ANN001
+    runner: GPUModelRunner,
 ) -> None:
     """An idle engine keeps no patches, although its last step was still in flight when the last
     request ended. What was in the freed memory is gone, and a request needs weights first."""
@@ -241,7 +243,7 @@ def test_sleep_frees_weights_and_cache_and_leaves_nothing_of_the_images(
 class EngineServer(StandIn):
     """Server whose weight-transfer calls are those of vLLM's worker, with this project's endpoint."""
 
-    def __init__(self, engine: ColocatedEngine, runner) -> None:  # noqa: ANN001
+    def __init__(self, engine: ColocatedEngine, runner: GPUModelRunner) -> None:
         super().__init__()
         config = engine._core._engine.vllm_config
         self.endpoint = worker_extension.VllmWeightEndpoint(None, config, runner.device, runner.model)
@@ -261,13 +263,13 @@ class EngineServer(StandIn):
 
 
 @pytest.fixture
-def server(engine: ColocatedEngine, runner) -> Iterator[EngineServer]:  # noqa: ANN001
+def server(engine: ColocatedEngine, runner: GPUModelRunner) -> Iterator[EngineServer]:
     made = EngineServer(engine, runner)
     yield made
     stop_server(made.http)
 
 
-def test_a_server_receives_weights_over_nccl(server: EngineServer, policies: list[Policy], runner) -> None:  # noqa: ANN001, F811
+def test_a_server_receives_weights_over_nccl(server: EngineServer, policies: list[Policy], runner: GPUModelRunner) -> None:
     """The trainer is on GPU 1, the server on GPU 0. A server that comes back receives the last
     update from host memory."""
     tensors = [(name, tensor.to("cuda:1")) for name, tensor in policies[2].hf_weights()]
