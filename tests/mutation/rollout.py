@@ -386,8 +386,8 @@ MUTANTS = (
     Mutant(
         "an observation that begins anew shows no pictures in its turn",
         "megatron_rl/rollout/conversation.py",
-        "        self.turns[-1].images = list(more.images)\n        if is_new_prompt:\n",
-        "        self.turns[-1].images = [] if is_new_prompt else list(more.images)\n        if is_new_prompt:\n",
+        "        self.turns[-1].images = list(more.images)\n        context",
+        "        self.turns[-1].images = [] if is_new_prompt else list(more.images)\n        context",
         "tests/rollout/test_conversation.py -k answered_it",
     ),
     Mutant(
