@@ -164,6 +164,8 @@ class Episode:
     def __init__(self, spec: EpisodeSpec) -> None:
         self.spec, self.env = spec, make_environment(spec)
         self.action_space = deepcopy(self.env.action_space)
+        self.observation: Any = None
+        """Observation that the last `reset` or `step` of the environment returned."""
 
     def describe(self) -> dict[str, Any]:
         """Return the grammar as JSON values."""
@@ -205,6 +207,7 @@ class Episode:
         _require(self.env.action_space == self.action_space, "task.options.id", self.spec.id, _one_line(remedy))
         has_nan = "returned an observation that contains NaN; correct or wrap it"
         _require(not _has_nan(observation), "task.options.id", self.spec.id, has_nan)
+        self.observation = observation
         frame = scale_frame(self._render(), self.spec.image_side)
         return {"size": frame.size, "rgb": base64.b64encode(frame.tobytes()).decode(), "text": read_texts(observation)}
 
