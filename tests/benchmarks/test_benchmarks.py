@@ -13,6 +13,7 @@ import time
 from argparse import Namespace
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -223,6 +224,41 @@ def test_the_tiny_runs_compose() -> None:
         assert settings_of(f"experiment=numberline_{stage}_cpu", *numberline.TINY[stage]).stage == ("sft" if stage == "sft" else "rl")
     for stage, experiment in search.STAGES.items():
         assert settings_of(f"experiment={experiment}", *search.TINY[stage]).task.data.max_eval == 4
+    minigrid = benchmark("minigrid_learning")
+    for cell, words in minigrid.CELLS.items():
+        place = minigrid.ENVIRONMENTS[cell.split("/")[0]]
+        whole, tiny = (settings_of(*words, *place, *more) for more in ((), [*minigrid.TINY, *minigrid.TINY_STAGE["rl"]]))
+        assert whole.batch.prompts_per_step * whole.batch.group_size == 32, "all algorithms have equally many episodes"
+        assert whole.task.max_turns == whole.task.options.kwargs["max_steps"] and tiny.run.steps == 1
+
+
+def test_minigrid_table(tmp_path: Path) -> None:
+    """Scores and intervals are those of finished runs, and all other runs are listed as not run."""
+    references = {place: {"random play": [0.25, 0.1, 400], "solver": [1.0, 0.7, 400]} for place in ("empty", "door_key")}
+    (tmp_path / "references.json").write_text(json.dumps(references))
+    found = {"greedy_success": 0.8, "greedy_return": 0.5, "greedy_episodes": 10}
+    found |= {"sampled_success": 0.5, "sampled_return": -0.25, "sampled_episodes": 20}
+    folder = tmp_path / "seed1" / "door_key" / "ppo"
+    folder.mkdir(parents=True)
+    (folder / "eval.json").write_text(json.dumps(found))
+    (folder.parent / "ppo.seconds").write_text("90.0\n")
+    table = benchmark("minigrid_learning").make_table(tmp_path, [0, 1], num_reference=400)
+    assert "| door_key | ppo | 1 | 80.0 (49.0 to 94.3) | 0.500 | 50.0 (29.9 to 70.1) | -0.250 | 1.5 |" in table
+    assert "| empty | random play | | 25.0 (21.0 to 29.5) | 0.100 | | | |" in table and "| door_key | ppo | 0 | not run |" in table
+    assert sum(row[3] == "not run" for row in rows(table)) == 2 * 6 - 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(find_spec("minigrid") is None, reason="minigrid is not installed")
+def test_minigrid_learning(tmp_path: Path) -> None:
+    """A finished cell is not run again. The solver reaches the goal in every episode."""
+    given = ("--out", tmp_path, "--tiny", "--seeds", 3, "--cells", "empty/grpo")
+    said = said_by("minigrid_learning", *given, timeout_s=800)
+    found = {(row[0], row[1]): row for row in rows(said)}
+    assert float(found["empty", "grpo"][-1]) > 0 and found["door_key", "gigpo"][3] == "not run"
+    assert found["empty", "solver"][3].startswith("100.0 ") and (tmp_path / "empty.png").is_file()
+    assert rows(said_by("minigrid_learning", *given)) == rows(said)
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass
 import pytest
 
 from megatron_rl.config import Settings
+from megatron_rl.config.task_options import GymnasiumOptions
 from megatron_rl.memory_plan.gpu_memory import plan_gpu_memory
 from megatron_rl.memory_plan.gpu_specs import GPU_SPECS
 from megatron_rl.models.known_models import load_known_spec
@@ -52,6 +53,7 @@ def needs_of(settings: Settings) -> str:
         "alfworld": task.name == "alfworld",
         "judge": bool(task.judge.model),
         "listener": task.name == "lewis_speaker" or bool(services.listener.kind),
+        "minigrid": isinstance(task.options, GymnasiumOptions) and task.options.id.startswith("MiniGrid-"),
         "sandbox": uses_sandbox(settings),
         "speaker": bool(services.speaker.kind),
     }

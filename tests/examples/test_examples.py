@@ -10,9 +10,11 @@ import runpy
 import statistics
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium
 import numpy as np
 import pytest
 import yaml
@@ -25,6 +27,7 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.rollout.task import Env
 from megatron_rl.tasks.gym_cards.number_line import apply_action
+from megatron_rl.tasks.gymnasium_envs.episode import scale_frame
 from megatron_rl.types import Rollout
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tests.conftest import ROOT
@@ -159,6 +162,44 @@ def test_judge(runs: SimpleNamespace) -> None:
         assert rollout.reward == float(answer in correct[rollout.answer].split()), answer
     assert len(judged) > 32 and {rollout.reward for rollout in judged} == {0.0, 1.0}
     assert re.search(r"the judge decided 100% of \d+ answers", runs.outputs["judge"].result())
+
+
+def test_the_commands_of_gymnasium_environment_fit_together() -> None:
+    """The second command reads what the first writes, and the third what the second writes. All have
+    the same task, so the demonstrations have the prompts of training.
+    """
+    example = runpy.run_path(str(EXAMPLES / "gymnasium_environment.py"))
+    words = [word for word in example["DEMONSTRATE"] if "=" in word]
+    played = compose_settings(["model.path=unused", "run.dir=unused", *words])
+    taught, trained = (compose_settings([*example[name], *example["ENVIRONMENT"]]) for name in ("SFT", "RL"))
+    out = example["DEMONSTRATE"][example["DEMONSTRATE"].index("--out") + 1]
+    assert taught.task.data.demonstrations == [f"{out}/transcripts.jsonl"] and trained.model.path == f"{taught.run.dir}/final"
+    assert played.task.options == taught.task.options == trained.task.options
+    assert played.task.max_turns == taught.task.max_turns == trained.task.max_turns == 10
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("minigrid") is None, reason="minigrid is not installed")
+def test_gymnasium_environment(learning_model: Path, tmp_path: Path) -> None:
+    """Every recorded picture of the trained policy is MiniGrid's own frame after the recorded
+    actions, and the reward is that of gymnasium.
+    """
+    script = EXAMPLES / "gymnasium_environment.py"
+    assert "4 of 4 episodes solved" in run(script, "demonstrate", folder=tmp_path)
+    run(script, "stage=sft", f"model.path={learning_model}", *SMALL, "sft.steps=[20]", "sft.batch_size=8", folder=tmp_path)
+    run(script, *SMALL, "run.steps=1", "batch.prompts_per_step=2", "batch.group_size=2", folder=tmp_path)
+    (file,) = (tmp_path / "runs" / "examples" / "gymnasium_environment" / "grpo" / "rollouts").glob("step_*.jsonl")
+    rollouts = [entry.rollout for entry in read_recorded(file)]
+    for rollout in rollouts:
+        env = gymnasium.make("minigrid:MiniGrid-Empty-Random-5x5-v0", render_mode="rgb_array", max_steps=10)
+        env.reset(seed=int(rollout.example_id.removeprefix("seed")))
+        rewards = []
+        for turn, sequence in zip(rollout.turns, rollout.sequences, strict=True):
+            assert np.array_equal(sequence.images[0].pil, scale_frame(env.render(), 140))
+            assert turn.tool_call is not None
+            rewards.append(float(env.step(env.unwrapped.actions[turn.tool_call.source])[1]) if turn.tool_call.ran else -1.0)
+        assert [turn.reward for turn in rollout.turns] == pytest.approx(rewards)
+    assert len(rollouts) == 4
 
 
 @pytest.mark.long

@@ -74,6 +74,25 @@ MUTANTS = (
         "tests/tasks/test_agent_task.py -k hangs",
     ),
     Mutant(
+        "demonstrations of gymnasium imitate random actions",
+        "megatron_rl/tasks/gymnasium_envs/demonstrations.py",
+        """                played.turns.append((messages, reply))
+                done = await env.step(self._random_reply(dice) if dice.random() < self.random_fraction else reply)
+""",
+        """                reply = self._random_reply(dice) if dice.random() < self.random_fraction else reply
+                played.turns.append((messages, reply))
+                done = await env.step(reply)
+""",
+        "tests/tools/test_make_gymnasium.py -k not_imitated",
+    ),
+    Mutant(
+        "a demonstrator receives the observation before the last step",
+        "megatron_rl/tasks/gymnasium_envs/episode.py",
+        "        self.observation = observation\n",
+        "        self.observation = observation if self.observation is None else self.observation\n",
+        "tests/tools/test_make_gymnasium.py -k prompts_of_training",
+    ),
+    Mutant(
         "an environment may have other actions than the policy knows",
         "megatron_rl/tasks/gymnasium_envs/episode.py",
         "_require(self.describe() == grammar,",

@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "episodes that are not solved are demonstrations",
+        "tools/data/make_gymnasium.py",
+        "if episode.is_solved or given.all:",
+        "if episode.turns or given.all:",
+        "tests/tools/test_make_gymnasium.py -k only_solved",
+    ),
+    Mutant(
         "the wheel installs packages called tools and sandbox",
         "setup.py",
         'find_packages(include=["megatron_rl*"])',
