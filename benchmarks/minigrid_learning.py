@@ -8,7 +8,7 @@
 
 Needs the packages minigrid and pygame. A cell is one run of an algorithm on an environment with one
 seed. The seed determines the initial weights, the demonstrations (of examples/gymnasium_environment.py) and the
-rollouts. Cells run one at a time on one core. All cells with the same environment and seed start
+rollouts. Cells run one at a time, with two processes. All cells with the same environment and seed start
 from one SFT checkpoint. An interrupted run is resumed.
 
 Success is the fraction of held-out seeds in which the goal is reached, greedily and at temperature
@@ -19,6 +19,7 @@ include all processes of a run.
 import argparse
 import asyncio
 import json
+import os
 import runpy
 import statistics
 import subprocess
@@ -27,8 +28,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from card_games import train
 from numberline import ROOT
+from visual_search import processor_s
 
 from megatron_rl.evaluation.intervals import wilson_interval
 from megatron_rl.launcher.compose import compose_settings
@@ -46,8 +47,9 @@ ENVIRONMENTS = {
 }
 DEMONSTRATED = {"empty": 2, "door_key": 5}
 """Number of demonstrated episodes."""
+SFT_STEPS = {"empty": 30, "door_key": 80}
 CELLS = {
-    "empty/grpo": ["experiment=minigrid_grpo_cpu", "run.steps=15"],
+    "empty/grpo": ["experiment=minigrid_grpo_cpu"],
     "door_key/grpo": ["experiment=minigrid_grpo_cpu"],
     "door_key/gigpo": ["experiment=minigrid_grpo_cpu", "algo=gigpo"],
     "door_key/ppo": ["experiment=minigrid_grpo_cpu", "algo=ppo", "algo.gae_level=turns", "algo.gamma=0.95", "critic.lr=1e-3",
@@ -75,6 +77,25 @@ def run_tool(*command: object) -> None:
     subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
+def train(folder: Path, *overrides: str) -> None:
+    """Run a training run with two processes to its end, unless it is already finished.
+
+    The processor seconds of the run, summed over all attempts, are written to a file next to the
+    run directory.
+    """
+    clock = folder.with_name(f"{folder.name}.seconds")
+    if (folder / "eval.json").exists():
+        return
+    spent, before = float(clock.read_text()) if clock.exists() else 0.0, processor_s()
+    command = [sys.executable, "launch/launch.py", "--nproc_per_node", "2", "launch/train.py", *overrides, f"run.dir={folder}"]
+    try:
+        with folder.with_name(f"{folder.name}.log").open("a") as log:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            subprocess.run([*command, "checkpoint.every=5"], cwd=ROOT, check=True, stdout=log, stderr=log, env=environment)
+    finally:
+        clock.write_text(f"{spent + processor_s() - before:.1f}\n")
+
+
 def run_cell(cell: str, seed: int, out: Path, *, tiny: bool) -> None:
     """Run a cell, and first whatever it starts from and is missing."""
     environment, algorithm = cell.split("/")
@@ -89,7 +110,15 @@ def run_cell(cell: str, seed: int, out: Path, *, tiny: bool) -> None:
     small = [[*TINY, *TINY_STAGE[stage]] if tiny else [] for stage in ("sft", "rl")]
     given = [*chosen, f"task.options.eval_seeds={NUM_EVAL}", f"task.eval_samples={NUM_SAMPLES}", f"run.seed={seed}"]
     transcripts = f"task.data.demonstrations=[{demonstrations / 'transcripts.jsonl'}]"
-    train(home / "sft", "experiment=minigrid_sft_cpu", f"model.path={nano}", transcripts, *given, *small[0])
+    train(
+        home / "sft",
+        "experiment=minigrid_sft_cpu",
+        f"model.path={nano}",
+        transcripts,
+        f"sft.steps=[{SFT_STEPS[environment]}]",
+        *given,
+        *small[0],
+    )
     train(home / algorithm, *CELLS[cell], f"model.path={home / 'sft' / 'final'}", *given, *small[1])
 
 
@@ -114,9 +143,13 @@ def load_references(out: Path, *, num: int) -> dict[str, dict[str, Score]]:
         solver = runpy.run_path(str(ROOT / "examples" / "gymnasium_environment.py"))["demonstrate"]
         players = {"random play": play_randomly, "solver": solver}
         measured = {
-            environment: {name: play_reference(environment, player, num=num) for name, player in players.items()} for environment in ENVIRONMENTS
+            environment: {name: play_reference(environment, player, num=num) for name, player in players.items()}
+            for environment in ENVIRONMENTS
         }
-        rows = {environment: {name: [score.success, score.mean_return, score.num] for name, score in scores.items()} for environment, scores in measured.items()}
+        rows = {
+            environment: {name: [score.success, score.mean_return, score.num] for name, score in scores.items()}
+            for environment, scores in measured.items()
+        }
         path.write_text(json.dumps(rows) + "\n")
     return {environment: {name: Score(*row) for name, row in rows.items()} for environment, rows in json.loads(path.read_text()).items()}
 
@@ -131,7 +164,10 @@ def read_scores(folder: Path) -> dict[str, Score]:
 
 def make_table(out: Path, seeds: Sequence[int], *, num_reference: int) -> str:
     """Return a Markdown table of all finished runs."""
-    lines = ["| environment | player | seed | greedy success, % | return | success at temperature 1, % | return | CPU min |", "|" + "---|" * 8]
+    lines = [
+        "| environment | player | seed | greedy success, % | return | success at temperature 1, % | return | CPU min |",
+        "|" + "---|" * 8,
+    ]
     for environment, references in load_references(out, num=num_reference).items():
         lines += [f"| {environment} | {name} | | {score} | | | |" for name, score in references.items()]
         for stage in ("sft", *(cell.split("/")[1] for cell in CELLS if cell.startswith(f"{environment}/"))):

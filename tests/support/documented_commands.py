@@ -35,6 +35,7 @@ from megatron_rl.launcher.sweep_file import read_sweep
 from megatron_rl.models.family import FAMILIES
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
+from tools.data.make_gymnasium import UNUSED, parse_arguments
 
 PYTHONS = ("python", ".venv/bin/python", ".venv-trl/bin/python")
 HYDRA = ("launch/train.py", "launch/doctor.py", "launch/server_command.py", "launch/evaluate.py", "launch/serve.py")
@@ -144,6 +145,9 @@ def check_script(script: str, arguments: list[str]) -> None:
             exec(examples[script], {"__name__": "__main__"})
         check_settings(arguments)
         return
+    if script in doc_examples("docs/gymnasium.md"):
+        check_demonstrations(arguments)
+        return
     if not (ROOT / script).is_file():
         raise InvalidCommand(f"{script}: no such file")
     if script.startswith("examples/") and "add_argument" not in (ROOT / script).read_text():
@@ -171,21 +175,36 @@ def check_example(script: str, arguments: list[str]) -> None:
     def begin(**own: Any) -> None:
         started.append((sys.argv[1:], own.get("tasks", {})))
 
+    def demonstrate(_: object, given: list[str]) -> int:
+        check_demonstrations(given)
+        return 0
+
     if not re.search(r"^    cli\(", (ROOT / script).read_text(), re.MULTILINE):
         if arguments[1:] or "=" in "".join(arguments):
             raise InvalidCommand(f"{script} takes one folder: {arguments}")
         return
     with (
         patch("megatron_rl.cli.cli", begin),
+        patch("megatron_rl_tools.data.make_gymnasium.main", demonstrate),
         patch.object(Path, "exists", lambda path: path.name != "adapter"),
         patch.object(sys, "argv", [script, *arguments]),
         TemporaryDirectory() as folder,
         chdir(folder),
     ):
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as ended:
+            if ended.code:
+                raise InvalidCommand(f"{script} {arguments}: {ended.code}") from ended
     for overrides, tasks in started:
         register_tasks(tasks)
         check_settings(overrides)
+
+
+def check_demonstrations(arguments: list[str]) -> None:
+    """Check the arguments of a file that calls tools/data/make_gymnasium.py."""
+    given = parse_or_raise(lambda: parse_arguments(arguments))
+    check_settings([*UNUSED, *given.settings])
 
 
 def check_settings(overrides: list[str]) -> None:

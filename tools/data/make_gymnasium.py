@@ -119,7 +119,7 @@ def make_demonstrations(settings: Settings, demonstrator: Demonstrator, given: a
     require(given.episodes >= 1, "--episodes", given.episodes, "must be at least 1")
     seeds = range(given.first_seed, given.first_seed + given.episodes)
     remedy = f"must be within the training seeds, 0 to {options.train_seeds - 1}; change --episodes or task.options.train_seeds"
-    require(0 <= seeds[0] and seeds[-1] < options.train_seeds, "--first-seed", f"{seeds[0]}, last seed {seeds[-1]}", remedy)
+    require(seeds[0] >= 0 and seeds[-1] < options.train_seeds, "--first-seed", f"{seeds[0]}, last seed {seeds[-1]}", remedy)
     os.environ.update(ENVIRONMENT.environment)
     player = DemonstrationPlayer(settings.task, demonstrator, random_fraction=given.random)
     console = Console(stderr=True)
