@@ -53,7 +53,7 @@ CELLS = {
     "door_key/grpo": ["experiment=minigrid_grpo_cpu"],
     "door_key/gigpo": ["experiment=minigrid_grpo_cpu", "algo=gigpo"],
     "door_key/ppo": ["experiment=minigrid_grpo_cpu", "algo=ppo", "algo.gae_level=turns", "algo.gamma=0.95", "critic.lr=1e-3",
-                     "critic.normalize_returns=true", "critic.warmup_steps=1", "batch.prompts_per_step=32", "batch.group_size=1"],
+                     "critic.normalize_returns=true", "critic.warmup_steps=1", "batch.prompts_per_step=48", "batch.group_size=1"],
 }  # fmt: skip
 TINY = ["task.options.eval_seeds=2", "task.eval_samples=1", "task.max_turns=2"]
 TINY_STAGE = {"sft": ["sft.steps=[1]", "sft.batch_size=2"], "rl": ["run.steps=1", "batch.prompts_per_step=2"]}

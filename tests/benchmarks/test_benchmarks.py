@@ -228,7 +228,7 @@ def test_the_tiny_runs_compose() -> None:
     for cell, words in minigrid.CELLS.items():
         place = minigrid.ENVIRONMENTS[cell.split("/")[0]]
         whole, tiny = (settings_of(*words, *place, *more) for more in ((), [*minigrid.TINY, *minigrid.TINY_STAGE["rl"]]))
-        assert whole.batch.prompts_per_step * whole.batch.group_size == 32, "all algorithms have equally many episodes"
+        assert whole.batch.prompts_per_step * whole.batch.group_size == 48, "all algorithms have equally many episodes"
         assert whole.task.max_turns == whole.task.options.kwargs["max_steps"] and tiny.run.steps == 1
 
 
