@@ -22,9 +22,9 @@ from megatron_rl_tools.data.make_gymnasium import main
 
 FOLDER = "runs/examples/gymnasium_environment"
 ENVIRONMENT = ["task.options.id=MiniGrid-Empty-Random-5x5-v0", "task.options.kwargs.max_steps=10", "task.max_turns=10"]
-DEMONSTRATE = ["--out", f"{FOLDER}/demonstrations", "--episodes", "4", "experiment=minigrid_sft_cpu", *ENVIRONMENT]
+DEMONSTRATE = ["--out", f"{FOLDER}/demonstrations", "--episodes", "2", "experiment=minigrid_sft_cpu", *ENVIRONMENT]
 SFT = [
-    "experiment=minigrid_sft_cpu", "model.path=runs/quickstart/nano", f"run.dir={FOLDER}/sft",
+    "experiment=minigrid_sft_cpu", "model.path=runs/quickstart/nano", f"run.dir={FOLDER}/sft", "sft.steps=[40]",
     f"task.data.demonstrations=[{FOLDER}/demonstrations/transcripts.jsonl]",
 ]  # fmt: skip
 RL = ["experiment=minigrid_grpo_cpu", f"model.path={FOLDER}/sft/final", f"run.dir={FOLDER}/grpo"]

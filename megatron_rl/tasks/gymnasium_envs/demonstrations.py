@@ -165,7 +165,7 @@ class DemonstrationPlayer:
         return played
 
     def _ask(self, pool: InProcessPool, *, seed: int, step: int) -> str:
-        """Return the demonstrator's reply; its own exceptions are not caught as invalid settings."""
+        """Return the reply of the demonstrator, whose exceptions are no invalid settings."""
         assert pool.current is not None, "ask before reset"
         try:
             chosen = self.demonstrator(pool.current.episode.env, pool.current.episode.observation)
