@@ -69,7 +69,8 @@ def demonstrate(env: Any, observation: Any) -> str:
     target, action = cells["goal"], "forward"
     if "door" in cells and not world.grid.get(*cells["door"]).is_open:
         target, action = (cells["key"], "pickup") if world.carrying is None else (cells["door"], "toggle")
-    return find_first_move(world.grid, (*map(int, world.agent_pos), int(world.agent_dir)), target) or action
+    column, row = map(int, world.agent_pos)
+    return find_first_move(world.grid, (column, row, int(world.agent_dir)), target) or action
 
 
 if __name__ == "__main__":
