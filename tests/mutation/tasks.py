@@ -77,11 +77,11 @@ MUTANTS = (
         "demonstrations of gymnasium imitate random actions",
         "megatron_rl/tasks/gymnasium_envs/demonstrations.py",
         """                played.turns.append((messages, reply))
-                done = await env.step(self._random_reply(dice) if dice.random() < self.random_fraction else reply)
+                step = await env.step(self._random_reply(dice) if dice.random() < self.random_fraction else reply)
 """,
         """                reply = self._random_reply(dice) if dice.random() < self.random_fraction else reply
                 played.turns.append((messages, reply))
-                done = await env.step(reply)
+                step = await env.step(reply)
 """,
         "tests/tools/test_make_gymnasium.py -k not_imitated",
     ),

@@ -151,10 +151,11 @@ class DemonstrationPlayer:
             while len(rollout.turns) < self.max_turns:
                 reply = self._ask(pool, seed=seed, step=len(rollout.turns))
                 played.turns.append((messages, reply))
-                done = await env.step(self._random_reply(dice) if dice.random() < self.random_fraction else reply)
-                rollout.turns.append(Turn(sequence=0, token_span=(0, 1), text=reply, reward=done.reward, tool_call=done.tool_call))
-                rollout.reason, messages = done.reason, done.messages
-                if done.done:
+                step = await env.step(self._random_reply(dice) if dice.random() < self.random_fraction else reply)
+                assert step.tool_call is not None and step.tool_call.ran, f"the task rejects the reply {reply!r}"
+                rollout.turns.append(Turn(sequence=0, token_span=(0, 1), text=reply, reward=step.reward, tool_call=step.tool_call))
+                rollout.reason, messages = step.reason, step.messages
+                if step.done:
                     break
         except PermanentInfraError as error:
             raise ValueError(str(error)) from error
