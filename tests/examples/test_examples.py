@@ -197,7 +197,7 @@ def test_gymnasium_environment(learning_model: Path, tmp_path: Path) -> None:
         for turn, sequence in zip(rollout.turns, rollout.sequences, strict=True):
             assert np.array_equal(sequence.images[0].pil, scale_frame(env.render(), 140))
             assert turn.tool_call is not None
-            rewards.append(float(env.step(env.unwrapped.actions[turn.tool_call.source])[1]) if turn.tool_call.ran else -1.0)
+            rewards.append(float(env.step(env.unwrapped.actions[turn.tool_call.source])[1]) if turn.tool_call.ran else 0.0)
         assert [turn.reward for turn in rollout.turns] == pytest.approx(rewards)
     assert len(rollouts) == 4
 
