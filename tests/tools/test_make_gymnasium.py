@@ -149,6 +149,18 @@ def test_replies_for_actions(chosen: Any, grammar: ActionGrammar, reply: str) ->
     assert write_reply(chosen, grammar) == reply
 
 
+def test_replies_in_tags(tmp_path: Path) -> None:
+    """The task plays the replies: the walk ends after four actions."""
+    rows = make(tmp_path / "out", "--episodes", "1", "task.options.reply=tags", "+task.options.kwargs.length=4")
+    assert [row["messages"][-1]["content"][0]["text"] for row in rows] == [
+        f"<think>{step} steps done</think><answer>{('walk', 'rest')[step % 2]}</answer>" for step in range(4)
+    ]
+    with pytest.raises(ValueError, match="returned 'walk, rest, fly'"):
+        write_reply("walk, rest, fly", NAMED)
+    with pytest.raises(ValueError, match="an action is"):
+        write_reply({"thoughts": "</think>", "action": "walk"}, NAMED, form="tags")
+
+
 @pytest.mark.parametrize(
     ("chosen", "grammar", "reason"),
     [

@@ -85,13 +85,15 @@ class InProcessPool:
         self.current = None
 
 
-def write_reply(chosen: Any, grammar: ActionGrammar) -> str:
+def write_reply(chosen: Any, grammar: ActionGrammar, *, form: str = "json") -> str:
     """Return the reply for a demonstrator's action.
 
     Args:
         chosen: A name, a number, a list or an array of numbers, or a mapping with the action as
             the value of "action" and optional other fields, such as "thoughts".
         grammar: Actions of the environment.
+        form: Format of the reply (task.options.reply). The format tags has only "thoughts" and
+            one action.
 
     Raises:
         ValueError: The action is not an action of the environment.
@@ -99,11 +101,15 @@ def write_reply(chosen: Any, grammar: ActionGrammar) -> str:
     fields = dict(chosen) if isinstance(chosen, Mapping) else {"action": chosen}
     if "action" in fields:
         fields["action"] = _to_json_action(fields.pop("action"), grammar)
-    try:
-        reply = json.dumps(fields)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"returned {fields}, which cannot be written as JSON: {error}") from error
-    read = grammar.parse(reply)
+    if form == "tags":
+        reply = f"<think>{fields.get('thoughts', '')}</think><answer>{fields.get('action', '')}</answer>"
+        read = grammar.parse_tags(reply, max_actions=1)
+    else:
+        try:
+            reply = json.dumps(fields)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"returned {fields}, which cannot be written as JSON: {error}") from error
+        read = grammar.parse(reply)
     if isinstance(read, InvalidAction):
         raise ValueError(f"returned {chosen!r} ({read}); an action is {grammar.describe()}")
     return reply
@@ -173,10 +179,10 @@ class DemonstrationPlayer:
         except (ValueError, OSError) as error:
             raise RuntimeError(f"the demonstrator failed at seed {seed}, step {step}") from error
         try:
-            return write_reply(chosen, self.grammar)
+            return write_reply(chosen, self.grammar, form=self.options.reply)
         except ValueError as error:
             raise ValueError(f"the demonstrator, seed {seed}, step {step}: {error}") from error
 
     def _random_reply(self, dice: random.Random) -> str:
         action: Action = self.grammar.sample(dice)
-        return write_reply(action if self.grammar.is_list else action[0], self.grammar)
+        return write_reply(action if self.grammar.is_list else action[0], self.grammar, form=self.options.reply)
