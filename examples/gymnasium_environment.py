@@ -4,11 +4,11 @@
     python examples/gymnasium_environment.py stage=sft
     python examples/gymnasium_environment.py
 
-Install the packages with `pip install minigrid pygame`. The policy sees pictures of MiniGrid, and
-replies with the name of an action. The first command plays episodes with `demonstrate` and writes
-them as transcripts. The second trains on them, and the third continues with GRPO. Expect `return`
-to rise, as the policy finds shorter ways to the goal. Other environments of MiniGrid with doors and
-keys work with the same solver, for example `task.options.id=MiniGrid-DoorKey-5x5-v0`.
+`bash launch/install_environments.sh` installs MiniGrid. The policy sees its pictures, and replies
+with the name of an action. The first command plays episodes with `demonstrate` and writes them as
+transcripts. The second trains on them, and the third continues with GRPO. Expect `return` to rise,
+as the policy finds shorter ways to the goal. Other environments of MiniGrid with doors and keys
+work with the same solver, for example `task.options.id=MiniGrid-DoorKey-5x5-v0`.
 """
 
 import sys
