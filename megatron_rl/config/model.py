@@ -85,7 +85,11 @@ class ParallelSettings:
     memory; it requires parallel.tp above 1."""
     recompute: str = "none"
     """Activation recomputation in the backward pass: none, selective (attention), vision (the
-    vision blocks), or full (vision blocks and all language-model layers)."""
+    vision blocks), or full (vision blocks and language-model layers)."""
+    recompute_num_layers: int = 0
+    """With parallel.recompute=full: number of language-model layers on each pipeline stage that are
+    recomputed, beginning with the first; 0 recomputes all of them. The other layers need memory
+    instead of time."""
     log_probs_chunk_size: int = 2048
     """Number of sampled tokens per chunk when logits are computed; the logits of only one chunk are
     in memory at a time."""
@@ -112,6 +116,10 @@ class ParallelSettings:
         require(self.vpp >= 1, "parallel.vpp", self.vpp, "must be at least 1")
         require(self.vpp == 1 or self.pp > 1, "parallel.vpp", self.vpp, "requires parallel.pp of at least 2")
         require_choice("parallel.recompute", self.recompute, ("none", "selective", "vision", "full"))
+        require(self.recompute_num_layers >= 0, "parallel.recompute_num_layers", self.recompute_num_layers, "must not be negative")
+        remedy = "requires parallel.recompute=full and parallel.vpp=1"
+        fits = self.recompute == "full" and self.vpp == 1
+        require(self.recompute_num_layers == 0 or fits, "parallel.recompute_num_layers", self.recompute_num_layers, remedy)
         require(self.log_probs_chunk_size >= 1, "parallel.log_probs_chunk_size", self.log_probs_chunk_size, "must be at least 1")
         require(
             0 < self.straggler_timeout_s < math.inf,

@@ -45,9 +45,25 @@ class ActivationMemory:
         return int(self.saved_bytes * self.num_in_flight) + self.transient_bytes
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class MicroBatchSize:
+    """Size of a micro-batch, as far as its memory depends on it."""
+
+    num_tokens: int
+    num_image_tokens: int
+    kv_ratio: float = MAX_KV_RATIO
+    """Number of attention keys per token. Above 1, keys and values are gathered for segments with
+    a common prefix (batching/minibatches.py)."""
+
+    @classmethod
+    def full_of_images(cls, num_tokens: int) -> "MicroBatchSize":
+        """Return the size of a micro-batch of image tokens with as many keys as packing allows."""
+        return cls(num_tokens=num_tokens, num_image_tokens=num_tokens)
+
+
 def compute_activation_memory(
     model: ModelSpec, parallel: ParallelSettings, *,
-    stage: int, num_tokens: int, max_patches: int, itemsize: int, lora: LoraSettings, frozen: list[str],
+    stage: int, size: MicroBatchSize, max_patches: int, itemsize: int, lora: LoraSettings, frozen: list[str],
 ) -> ActivationMemory:  # fmt: skip
     """Return the activation memory of one micro-batch on a rank of pipeline stage `stage`.
 
@@ -55,40 +71,32 @@ def compute_activation_memory(
         model: sizes of the model.
         parallel: parallel layout and recomputation.
         stage: index of the pipeline stage.
-        num_tokens: number of tokens in the micro-batch; in the worst case, which is assumed here,
-            all of them are image tokens and all of them are sampled.
+        size: size of the micro-batch. In the worst case, which is assumed here, all of its tokens
+            are sampled.
         max_patches: maximum number of patches per image. The rank with the most patches encodes an
             even share of the patches plus at most one more image.
         itemsize: bytes per activation value.
         lora: settings of the adapters.
         frozen: names of the frozen modules.
     """
+    num_tokens = size.num_tokens
     hidden = model.hidden_size * itemsize / (parallel.tp if parallel.sequence_parallel else 1)
-    query, key = (heads * model.head_dim * itemsize / parallel.tp for heads in (model.num_heads, model.num_kv_heads))
-    keys = (
-        2 * MAX_KV_RATIO * key
-    )  # keys and values gathered for segments with a common prefix (batching/minibatches.py) are saved instead of their sources
-    layer = decoder_layer_bytes(model, parallel, itemsize=itemsize, lora=lora)
-    most = layer + max(0, keys - query - 3 * key)
+    layer_saved, layer_working, layer_again = _decoder_bytes(model, parallel, kv_ratio=size.kv_ratio, itemsize=itemsize, lora=lora)
     layers = model.num_layers // parallel.pp
-    kept = num_tokens * (layers * {"full": hidden, "selective": layer}.get(parallel.recompute, most) + MAX_KV_RATIO * torch.int64.itemsize)
-    gathered = 2 * model.hidden_size * itemsize if parallel.sequence_parallel else 0
-    intermediate = model.ffn_size * itemsize / parallel.tp
-    # Gradients of gathered keys and values exist for each query head before they are added up, if
-    # heads share keys. The MLP and its norm have released what they saved by then.
-    expanded = keys * model.num_heads / model.num_kv_heads if model.num_heads > model.num_kv_heads else 0
-    workspace = flash_workspace_bytes(model.num_heads / parallel.tp, model.head_dim) + expanded
-    released = 3 * intermediate + 2 * hidden
-    again = {"full": most, "selective": query + keys}.get(parallel.recompute, 0)
-    # Temporary gradients in the MLP or in attention. In attention, these are the gradients of the
-    # gathered keys and values and of their sources.
-    attention = 2 * query + keys + 2 * key + max(0, workspace - released)
-    working = num_tokens * (max(2 * intermediate, attention) + 2 * hidden + gathered + again)
+    recomputed = (parallel.recompute_num_layers or layers) if parallel.recompute == "full" else 0
+    rows = size.kv_ratio * torch.int64.itemsize if size.kv_ratio > 1 else 0
+    stored = num_tokens * (layers - recomputed) * layer_saved
+    kept = stored + num_tokens * (recomputed * hidden + rows)
+    # Layers that are recomputed come first, so their backward pass runs when all others have
+    # released what they saved.
+    working = num_tokens * layer_working
+    if parallel.recompute in ("selective", "full"):
+        working = max(working * (layers > recomputed), working + num_tokens * layer_again - stored * bool(recomputed))
     if stage == 0:
         vision_kept, vision_working = vision_tower_bytes(
             model,
             parallel,
-            num_patches=model.vision.patches_per_token * num_tokens,
+            num_patches=model.vision.patches_per_token * size.num_image_tokens,
             max_patches=max_patches,
             itemsize=itemsize,
             lora=lora,
@@ -104,9 +112,40 @@ def compute_activation_memory(
         logits = parallel.log_probs_chunk_size * vocab * VALUES_PER_LOGIT * itemsize
         if not lora.rank and "language" not in frozen:
             logits += vocab * model.hidden_size * itemsize  # the output layer's gradient, before it is added to the gradient buffer
-        kept += num_tokens * (2 * hidden + 2 * model.hidden_size * itemsize)
-        working = max(working, logits)
+        # The backward pass of the last layer begins when the final norm, the gathered hidden states
+        # and the hidden states of the sampled tokens have been released.
+        final = num_tokens * (2 * hidden + 2 * model.hidden_size * itemsize)
+        working = max(working, final + logits)
     return ActivationMemory(saved_bytes=int(kept), num_in_flight=_num_in_flight(stage, parallel), transient_bytes=int(working))
+
+
+def _decoder_bytes(
+    model: ModelSpec, parallel: ParallelSettings, *, kv_ratio: float, itemsize: int, lora: LoraSettings
+) -> tuple[float, float, float]:
+    """Return three numbers of bytes per token of a decoder layer.
+
+    They are what the layer saves without recomputation, the temporary tensors of its backward pass,
+    and what recomputation adds to them.
+    """
+    hidden = model.hidden_size * itemsize / (parallel.tp if parallel.sequence_parallel else 1)
+    query, key = (heads * model.head_dim * itemsize / parallel.tp for heads in (model.num_heads, model.num_kv_heads))
+    # Keys and values gathered for segments with a common prefix are saved instead of their sources.
+    keys = 2 * kv_ratio * key
+    layer = decoder_layer_bytes(model, parallel, itemsize=itemsize, lora=lora)
+    most = layer + max(0, keys - query - 3 * key)
+    gathered = 2 * model.hidden_size * itemsize if parallel.sequence_parallel else 0
+    intermediate = model.ffn_size * itemsize / parallel.tp
+    # Gradients of gathered keys and values exist for each query head before they are added up, if
+    # heads share keys. The MLP and its norm have released what they saved by then.
+    expanded = keys * model.num_heads / model.num_kv_heads if model.num_heads > model.num_kv_heads else 0
+    workspace = flash_workspace_bytes(model.num_heads / parallel.tp, model.head_dim) + expanded
+    released = 3 * intermediate + 2 * hidden
+    # Temporary gradients in the MLP or in attention. In attention, these are the gradients of the
+    # gathered keys and values and of their sources.
+    attention = 2 * query + keys + 2 * key + max(0, workspace - released)
+    working = max(2 * intermediate, attention) + 2 * hidden + gathered
+    saved = layer if parallel.recompute == "selective" else most
+    return saved, working, query + keys if parallel.recompute == "selective" else most
 
 
 def flash_workspace_bytes(num_heads: float, head_dim: int) -> float:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from megatron_rl.config import Settings, require
 from megatron_rl.dtypes import torch_dtype
-from megatron_rl.memory_plan.activations import ActivationMemory, compute_activation_memory
-from megatron_rl.memory_plan.engine_memory import CUDA_GRAPH_BYTES, EnginePlan, plan_engine
+from megatron_rl.memory_plan.activations import ActivationMemory, MicroBatchSize, compute_activation_memory
+from megatron_rl.memory_plan.engine_memory import CUDA_GRAPH_BYTES, EnginePlan, max_image_tokens, plan_engine
 from megatron_rl.memory_plan.gpu_specs import GB, GPU_SPECS, USABLE_FRACTION, format_gb
 from megatron_rl.memory_plan.host_memory import HostMemoryPlan, plan_host_memory
 from megatron_rl.memory_plan.rank_shares import EMPTY_FOOTPRINT, ModelShare, compute_model_shares, critic_spec
@@ -109,21 +109,40 @@ def plan_gpu_memory(
     Raises:
         ValueError: the engine's share is too small for its weights and one sequence.
     """
-    micro_batch = settings.batch.micro_batch_tokens
-    num_tokens = max(micro_batch, settings.engine.max_model_len)
+    sizes = largest_micro_batches(model, settings)
     engine = plan_engine(model, settings, memory=memory)
     found = compute_model_shares(model, settings, world_size=world_size, has_values=has_values)
     return MemoryPlan(
         gpu=settings.plan.gpu,
         gpu_bytes=memory or GPU_SPECS[settings.plan.gpu].memory_bytes,
         world_size=world_size,
-        num_tokens=num_tokens,
+        num_tokens=max(size.num_tokens for size in sizes),
         engine=engine,
         host=plan_host_memory(found, model, settings, world_size=world_size, uses_sandbox=uses_sandbox),
-        ranks=[
-            _plan_rank(share, model, settings, engine=engine, num_tokens=num_tokens, unplanned=unplanned_bytes(settings)) for share in found
-        ],
+        ranks=[_plan_rank(share, model, settings, engine=engine, sizes=sizes, unplanned=unplanned_bytes(settings)) for share in found],
     )
+
+
+def largest_micro_batches(model: ModelSpec, settings: Settings) -> list[MicroBatchSize]:
+    """Return the sizes of the micro-batches that may need the most memory.
+
+    A micro-batch of several sequences has at most batch.micro_batch_tokens tokens, all of which may
+    be of images, and MAX_KV_RATIO keys per token. A sequence that is longer than that is packed
+    alone (batching/minibatches.py): its keys are not gathered, and engine.max_images and
+    task.max_pixels limit its images.
+    """
+    several = MicroBatchSize.full_of_images(settings.batch.micro_batch_tokens)
+    longest = settings.engine.max_model_len
+    if longest <= several.num_tokens:
+        return [several]
+    return [several, MicroBatchSize(num_tokens=longest, num_image_tokens=most_image_tokens(model, settings), kv_ratio=1)]
+
+
+def most_image_tokens(model: ModelSpec, settings: Settings) -> int:
+    """Return the largest number of image tokens in a sequence of a training episode."""
+    token_pixels = (model.vision.patch_size * model.vision.spatial_merge_size) ** 2
+    of_images = settings.engine.max_images * max_image_tokens(model, settings)
+    return min(of_images, settings.task.max_pixels // token_pixels or of_images, settings.engine.max_model_len)
 
 
 def require_fit(planned: MemoryPlan) -> str:
@@ -156,7 +175,7 @@ def unplanned_bytes(settings: Settings) -> int:
 
 
 def _plan_rank(
-    rank_share: ModelShare, model: ModelSpec, settings: Settings, *, engine: EnginePlan, num_tokens: int, unplanned: int
+    rank_share: ModelShare, model: ModelSpec, settings: Settings, *, engine: EnginePlan, sizes: list[MicroBatchSize], unplanned: int
 ) -> RankMemoryPlan:
     """Return the plan of one rank; `unplanned` is the result of unplanned_bytes."""
     held, parallel = rank_share.total_footprint, settings.parallel
@@ -171,13 +190,13 @@ def _plan_rank(
     )
     given = {
         "stage": rank_share.pp_rank,
-        "num_tokens": num_tokens,
         "max_patches": max_patches,
         "itemsize": itemsize,
         "frozen": settings.model.frozen,
     }
     passing = max(
-        (compute_activation_memory(each, parallel, lora=lora, **given) for each, lora in trained), key=lambda found: found.total_bytes
+        (compute_activation_memory(each, parallel, lora=lora, size=size, **given) for each, lora in trained for size in sizes),
+        key=lambda found: found.total_bytes,
     )  # one model trains at a time
     step = 0 if parallel.offload_optimizer else held.moment_bytes // 2  # torch's AdamW allocates the roots of all second moments at once
     largest = model.vocab_size * model.hidden_size * itemsize

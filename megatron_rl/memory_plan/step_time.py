@@ -173,17 +173,23 @@ def rollout_seconds(inputs: StepTimeInputs) -> dict[str, float]:
     """Return the seconds of a step's rollout by part.
 
     An engine decodes all its sequences at the same time. All GPUs wait for the longest episode of a
-    step.
+    step. With run.max_staleness, an episode may go on for max_staleness further steps, and the
+    engines prefill the unfinished episodes again after each weight sync.
     """
     settings, episode = inputs.settings, inputs.episode
+    num_batches = settings.run.max_staleness + 1
     mine = inputs.num_episodes / inputs.num_engines
-    slots = max(1.0, min(settings.engine.max_num_seqs, mine, inputs.cache_tokens / episode.total_tokens))
+    slots = max(1.0, min(settings.engine.max_num_seqs, num_batches * mine, inputs.cache_tokens / episode.total_tokens))
     most = settings.task.max_turns * settings.task.max_new_tokens
-    longest = min(most, episode.sampled_tokens * longest_to_mean_ratio(inputs.num_episodes, inputs.speeds))
+    longest = min(most, episode.sampled_tokens * longest_to_mean_ratio(inputs.num_episodes, inputs.speeds)) / num_batches
     steps = max(mine * episode.sampled_tokens / slots, longest)
     running = mine * episode.sampled_tokens / steps
-    waited = episode.num_turns * inputs.speeds.tool_s if steps == longest else 0.0  # else other episodes run while one waits for a tool
-    return {"decode": steps * decode_step_seconds(inputs, num_running=running), "tools": waited, "prompts": prefill_seconds(inputs)}
+    # If an engine has more episodes than slots, others run while one waits for a tool.
+    waited = episode.num_turns * inputs.speeds.tool_s / num_batches if steps == longest else 0.0
+    return {
+        "decode": steps * decode_step_seconds(inputs, num_running=running), "tools": waited, "prompts": prefill_seconds(inputs),
+        "resumed": resume_seconds(inputs),
+    }  # fmt: skip
 
 
 def decode_step_seconds(inputs: StepTimeInputs, *, num_running: float) -> float:
@@ -214,6 +220,19 @@ def prefill_seconds(inputs: StepTimeInputs) -> float:
     tokens = groups * episode.prompt_tokens + further
     patches = inputs.model.vision.patches_per_token * (groups * episode.tokens_per_image + further)
     return 2 * (language * tokens + vision * patches) / (inputs.world_size * inputs.gpu.flops_per_s * inputs.speeds.prefill_share)
+
+
+def resume_seconds(inputs: StepTimeInputs) -> float:
+    """Return the seconds that the engines take to prefill unfinished episodes after a weight sync.
+
+    There are run.max_staleness times as many unfinished episodes as a step trains on. On average,
+    half of their tokens and images exist.
+    """
+    episode, model = inputs.episode, inputs.model
+    tokens = inputs.settings.run.max_staleness * inputs.num_episodes * episode.total_tokens / 2
+    patches = model.vision.patches_per_token * tokens * episode.num_images * episode.tokens_per_image / episode.total_tokens
+    flops = 2 * (inputs.param_counts.language * tokens + inputs.param_counts.vision * patches)
+    return flops / (inputs.world_size * inputs.gpu.flops_per_s * inputs.speeds.prefill_share)
 
 
 def num_trained_tokens(inputs: StepTimeInputs) -> float:
@@ -253,20 +272,27 @@ def update_flops(inputs: StepTimeInputs, tokens: float) -> float:
     A forward pass takes 2 FLOPs per parameter and token, plus 2 * layers * heads * head size *
     length FLOPs per token for attention. An update consists of up to four parts, each of which
     costs as much as a forward pass: the forward pass, the gradient of the inputs, the gradient of
-    the weights (not with LoRA), and the recomputation of layers (if enabled). The vision tower is
+    the weights (not with LoRA), and the recomputation of layers (for the layers with recomputation). The vision tower is
     on the first stage.
     """
     settings, model, episode = inputs.settings, inputs.model, inputs.episode
     language, vision = inputs.param_counts.language, inputs.param_counts.vision
     before, epochs = num_forward_passes_before_update(inputs), settings.batch.epochs
-    recompute = settings.parallel.recompute
-    again, again_seen = 2 * (recompute == "full"), 2 * (recompute in ("vision", "full"))
+    again, again_seen = 2 * recomputed_fraction(inputs), 2 * (settings.parallel.recompute in ("vision", "full"))
     each = epochs * ((4 if settings.lora.rank else 6) + again) + 2 * before
     attention = 2 * model.num_layers * model.num_heads * model.head_dim * episode.total_tokens / 2
     pictures = settings.batch.prompts_per_step + inputs.num_episodes * (episode.num_images - 1)
     patches = pictures * episode.tokens_per_image * model.vision.patches_per_token
     of_a_patch = epochs * (6 + again_seen if trains_vision(settings.lora, settings.model.frozen) else 2) + 2 * before
     return tokens * each * (language + attention) + settings.parallel.pp * patches * of_a_patch * vision
+
+
+def recomputed_fraction(inputs: StepTimeInputs) -> float:
+    """Return the fraction of the decoder layers that a backward pass computes again."""
+    parallel = inputs.settings.parallel
+    if parallel.recompute != "full":
+        return 0.0
+    return parallel.recompute_num_layers * parallel.pp / inputs.model.num_layers if parallel.recompute_num_layers else 1.0
 
 
 def num_forward_passes_before_update(inputs: StepTimeInputs) -> int:
@@ -281,11 +307,11 @@ def num_forward_passes_before_update(inputs: StepTimeInputs) -> int:
 def tensor_parallel_bytes(inputs: StepTimeInputs, tokens: float) -> float:
     """Return the bytes that a rank sends to its tensor-parallel group in a step.
 
-    An epoch counts as three passes (one forward, two backward), or as four passes with full
-    recomputation.
+    An epoch counts as three passes (one forward, two backward), or as four passes in layers that
+    are recomputed.
     """
     parallel, model = inputs.settings.parallel, inputs.model
-    passes = inputs.settings.batch.epochs * (3 + (parallel.recompute == "full")) + num_forward_passes_before_update(inputs)
+    passes = inputs.settings.batch.epochs * (3 + recomputed_fraction(inputs)) + num_forward_passes_before_update(inputs)
     row = model.hidden_size * inputs.itemsize * (parallel.tp - 1) / parallel.tp
     return COLLECTIVES_PER_LAYER * model.num_layers / parallel.pp * passes * tokens / inputs.num_replicas * row
 

@@ -22,11 +22,13 @@ MEASURED_CONSTANTS = frozenset({"training_share", "tensor_s", "wake_s"})
 class StepTimeConstants:
     """Constants of the step-time model; the docstring of each field states its source."""
 
-    training_share: float = 0.35
+    training_share: float = 0.41
     """Fraction of the peak FLOP/s reached in training.
 
-    Measured on one H100 for a 7B model with adapters. A 3B model with half of its layers and
-    without adapters reached 0.245.
+    Measured for a 7B model with adapters: 0.414 on one H100 with micro-batches of 8,192 tokens, and
+    0.448 on one H200 with 16,384. All weights of a 3B model with half of its layers: 0.401 on the
+    H200 with 16,384 tokens, but 0.267 on the H100 with 8,192, where the host was the limit
+    (benchmarks/results/h100_2026-11-27.md, h200_2026-11-27.md).
     """
     prefill_share: float = 0.50
     """Fraction of the peak FLOP/s that the engine reaches for prompts and images.

@@ -31,6 +31,8 @@ class Layout:
     """Number of model chunks per pipeline stage; if greater than 1, the pipeline is interleaved."""
     sequence_parallel: bool
     recompute: str
+    recompute_num_layers: int = 0
+    """Number of decoder layers of this stage that are recomputed if recompute is "full"; 0: all."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -66,6 +68,8 @@ def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int, 
     require_divisible("parallel.tp", parallel.tp, sizes_cut_by_tp(model), model_label=model_label)
     layers, chunks = model.num_layers, parallel.pp * parallel.vpp
     require(layers % parallel.pp == 0, "parallel.pp", parallel.pp, f"must divide the number of layers of {model_label} ({layers})")
+    most, remedy = layers // parallel.pp, f"must be at most the number of layers of a stage of {model_label}"
+    require(parallel.recompute_num_layers <= most, "parallel.recompute_num_layers", parallel.recompute_num_layers, f"{remedy} ({most})")
     remedy = f"cuts {model_label}'s {layers} layers into {chunks} chunks; it must divide {layers // parallel.pp}"
     require(layers % chunks == 0, "parallel.vpp", parallel.vpp, remedy)
     first, stacked = layers // chunks, model.vision.num_deepstack_layers
@@ -134,6 +138,7 @@ def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
         vpp=parallel.vpp,
         sequence_parallel=parallel.sequence_parallel,
         recompute=parallel.recompute,
+        recompute_num_layers=parallel.recompute_num_layers,
     )
 
 

@@ -84,7 +84,7 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
         # that batched sends and receives would be matched with the wrong partner.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
-        **_recompute(layout.recompute),
+        **_recompute(layout.recompute, layout.recompute_num_layers),
         sequence_parallel=layout.sequence_parallel,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -102,14 +102,17 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
     )
 
 
-def _recompute(mode: str) -> dict[str, Any]:
+def _recompute(mode: str, num_layers: int) -> dict[str, Any]:
     """Return Megatron's recomputation options for a value of parallel.recompute.
 
-    The value "selective" recomputes attention, and "full" recomputes every layer. The values "none"
-    and "vision" do not affect the decoder.
+    The value "selective" recomputes attention, and "full" recomputes the first `num_layers` layers
+    of the stage, or every layer if `num_layers` is 0. The values "none" and "vision" do not affect
+    the decoder.
     """
     if mode == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    if mode == "full" and num_layers:
+        return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": num_layers}
     if mode == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return {}

@@ -21,6 +21,7 @@ from megatron_rl.config import LoraSettings, ParallelSettings
 from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.memory_plan.activations import (
     VALUES_PER_LOGIT,
+    MicroBatchSize,
     compute_activation_memory,
     decoder_layer_bytes,
     vision_block_bytes,
@@ -87,9 +88,12 @@ def other(family: str, num_layers: int) -> ModelSpec:
 MADE = {"qwen2_5_vl": small, "qwen2_vl": partial(other, "qwen2_vl"), "qwen3_vl": partial(other, "qwen3_vl")}
 
 
-def build(model: ModelSpec, dtype: torch.dtype, *, recompute: str = "none", lora: int = 0, frozen: list[str] | None = None) -> nn.Module:
+def build(
+    model: ModelSpec, dtype: torch.dtype, *, recompute: str = "none", num_layers: int = 0, lora: int = 0, frozen: list[str] | None = None
+) -> nn.Module:
     """Build the model inside its gradient buffers."""
-    layout, adapters = build_layout(ParallelSettings(recompute=recompute), seed=0), LoraSettings(rank=lora)
+    parallel = ParallelSettings(recompute=recompute, recompute_num_layers=num_layers)
+    layout, adapters = build_layout(parallel, seed=0), LoraSettings(rank=lora)
     with megatron_on_cpu():
         chunks = build_chunks(model, layout, dtype, lora=adapters)
         for parameter in chunks.parameters():
@@ -254,12 +258,33 @@ def test_a_pass_stays_below_the_plan_and_near_it(
         hidden_RH = chunk(batch, torch.arange(8))
         hidden_RH.float().sum().backward()
     planned = compute_activation_memory(
-        model, parallel, stage=0, num_tokens=num_tokens, max_patches=num_patches, itemsize=dtype.itemsize, lora=LoraSettings(rank=lora),
+        model, parallel, stage=0, size=MicroBatchSize.full_of_images(num_tokens), max_patches=num_patches, itemsize=dtype.itemsize, lora=LoraSettings(rank=lora),
         frozen=frozen,
     ).total_bytes  # fmt: skip
     assert live.peak <= planned
     if num_patches == 4 * num_tokens:
         assert live.peak >= planned * 2 / 3
+
+
+@pytest.mark.parametrize("is_sharing", [False, True])
+@pytest.mark.parametrize("num_recomputed", [1, 3])
+def test_a_pass_with_some_layers_recomputed(world: None, num_recomputed: int, is_sharing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of a pass in which some of the four layers are recomputed is between 75% of the plan
+    and all of it, with as many gathered keys as possible and with none."""
+    gpu_kernel_stubs.patch_varlen(monkeypatch)
+    model, num_tokens = MADE["qwen2_5_vl"](4), 256
+    parallel = ParallelSettings(recompute="full", recompute_num_layers=num_recomputed, log_probs_chunk_size=1)
+    chunk = build(model, torch.bfloat16, recompute="full", num_layers=num_recomputed, frozen=FROZEN)
+    batch = batch_of(num_tokens, num_patches=64)
+    batch = sharing(batch) if is_sharing else batch
+    live = Live([*chunk.parameters(), *chunk.module.buffers(), *(buffer.grad_data for buffer in chunk.buffers), batch.patch_PC])
+    with megatron_on_cpu(), live:
+        chunk(batch, torch.arange(8)).float().sum().backward()
+    planned = compute_activation_memory(
+        model, parallel, stage=0, max_patches=64, itemsize=2, lora=LoraSettings(), frozen=FROZEN,
+        size=MicroBatchSize(num_tokens=num_tokens, num_image_tokens=16, kv_ratio=MAX_KV_RATIO if is_sharing else 1),
+    ).total_bytes  # fmt: skip
+    assert 0.75 * planned <= live.peak <= planned
 
 
 @pytest.mark.parametrize("frozen", [[], FROZEN])
@@ -305,7 +330,7 @@ def test_micro_batches_in_flight(pp: int, vpp: int, expected: list[float]) -> No
             small(4),
             ParallelSettings(pp=pp, vpp=vpp),
             stage=stage,
-            num_tokens=16,
+            size=MicroBatchSize.full_of_images(16),
             max_patches=4,
             itemsize=2,
             lora=LoraSettings(),
@@ -331,7 +356,7 @@ def test_a_vision_token_is_as_many_patches_as_the_tower_merges() -> None:
     wider = replace(model, vision=replace(model.vision, spatial_merge_size=3))
 
     def of_images(model: ModelSpec) -> int:
-        given = {"stage": 0, "num_tokens": 64, "max_patches": 4, "itemsize": 2, "lora": LoraSettings()}
+        given = {"stage": 0, "size": MicroBatchSize.full_of_images(64), "max_patches": 4, "itemsize": 2, "lora": LoraSettings()}
         trained, still = (compute_activation_memory(model, parallel, **given, frozen=frozen).saved_bytes for frozen in ([], FROZEN))
         return trained - still
 

@@ -27,8 +27,9 @@ from megatron_rl.config import (
 )
 from megatron_rl.entrypoints.train import run
 from megatron_rl.memory_plan import host_memory
+from megatron_rl.memory_plan.activations import MicroBatchSize
 from megatron_rl.memory_plan.engine_memory import EnginePlan, plan_engine
-from megatron_rl.memory_plan.gpu_memory import RankMemoryPlan, plan_gpu_memory, unplanned_bytes
+from megatron_rl.memory_plan.gpu_memory import RankMemoryPlan, largest_micro_batches, plan_gpu_memory, unplanned_bytes
 from megatron_rl.memory_plan.host_memory import HostMemoryPlan
 from megatron_rl.memory_plan.image_memory import plan_image_bytes
 from megatron_rl.memory_plan.rank_shares import MemoryFootprint, ModelShare, compute_model_shares
@@ -134,6 +135,26 @@ def test_the_optimizer_is_divided_by_the_replicas(random_model: Path) -> None:
         <= one.total_footprint.grad_bytes - alone.total_footprint.main_weight_bytes
     )
     assert one.total_footprint.moment_bytes == 2 * one.total_footprint.main_weight_bytes
+
+
+def test_the_largest_micro_batches_by_hand() -> None:
+    """Sequences of up to 1,000 tokens are packed together, so that 2,000 tokens may all be of images
+    and have eight keys each. A sequence of 3,000 tokens is packed alone: three images of at most
+    401,408 pixels have 512 tokens each, and an episode of 800,000 pixels has 1,020 image tokens.
+    """
+    model = load_known_spec("Qwen/Qwen2.5-VL-7B-Instruct")
+
+    def sizes(length: int, max_pixels: int = 0) -> list[MicroBatchSize]:
+        settings = Settings(
+            model=ModelSettings(max_pixels=401_408), engine=EngineSettings(max_model_len=length, max_images=3), run=RunSettings(dir="there"),
+            batch=config.BatchSettings(micro_batch_tokens=2000), task=config.TaskSettings(name="visual_python", max_pixels=max_pixels),
+        )  # fmt: skip
+        return largest_micro_batches(model, settings)
+
+    several = MicroBatchSize(num_tokens=2000, num_image_tokens=2000, kv_ratio=8)
+    assert sizes(1000) == sizes(2000) == [several]
+    assert sizes(3000) == [several, MicroBatchSize(num_tokens=3000, num_image_tokens=3 * 512, kv_ratio=1)]
+    assert sizes(3000, 800_000)[1] == MicroBatchSize(num_tokens=3000, num_image_tokens=1020, kv_ratio=1)
 
 
 @pytest.mark.parametrize("merge", [2, 4])

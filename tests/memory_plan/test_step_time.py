@@ -189,6 +189,36 @@ def test_an_update_by_hand(tiny: StepTimeInputs) -> None:
     assert found["optimizer"] == pytest.approx(30 * 250 / 10) and found["stages"] == 0
 
 
+def test_a_part_of_the_layers_is_computed_again(tiny: StepTimeInputs) -> None:
+    """If one of two layers is recomputed, an update takes 7/6 of the FLOPs and of the bytes 7/6 =
+    (3 + 1/2) / 3 without recomputation, on each of two stages as well."""
+    half = with_settings(tiny, parallel={"recompute": "full", "recompute_num_layers": 1})
+    frozen = {"model": {"frozen": ["vision", "merger"]}}
+    assert update_flops(with_settings(half, **frozen), 62) - update_flops(with_settings(tiny, **frozen), 62) == pytest.approx(
+        (update_flops(with_settings(tiny, **frozen, parallel={"recompute": "full"}), 62) - update_flops(with_settings(tiny, **frozen), 62)) / 2
+    )
+    assert tensor_parallel_bytes(half, 62) == pytest.approx(tensor_parallel_bytes(tiny, 62) * 3.5 / 3)
+    staged = with_settings(half, parallel={"pp": 2})
+    assert tensor_parallel_bytes(staged, 62) == pytest.approx(
+        tensor_parallel_bytes(with_settings(staged, parallel={"recompute": "full", "recompute_num_layers": 0}), 62)
+    )
+
+
+def test_episodes_that_go_on_by_hand(tiny: StepTimeInputs) -> None:
+    """With staleness 1, an engine has four episodes of 6 tokens in progress instead of two, and each
+    may take two steps: 3 decode steps instead of 6. The eight unfinished episodes, with 6.5 of 13
+    tokens and two patches each, are prefilled again."""
+    wider = with_settings(tiny, engine={"max_num_seqs": 4})
+    language, vision = parts(tiny)
+    stale = rollout_seconds(with_settings(wider, run={"max_staleness": 1}))
+    assert rollout_seconds(wider)["decode"] == pytest.approx(6 * (2 * language + 2 * 10 * 1024) / 10) and not rollout_seconds(wider)["resumed"]
+    assert stale["decode"] == pytest.approx(3 * (2 * language + 4 * 10 * 1024) / 10)
+    assert stale["resumed"] == pytest.approx(2 * (language * 52 + vision * 16) / (4 * 50))
+    assert stale["prompts"] == rollout_seconds(wider)["prompts"]
+    waited = replace(with_settings(wider, run={"max_staleness": 1}), speeds=replace(ROUND, tool_s=5.0))
+    assert rollout_seconds(waited)["tools"] == 5.0, "half of the longest episode's two turns"
+
+
 def test_sync_and_checkpoint_by_hand(tiny: StepTimeInputs) -> None:
     """Weight sync, offload and checkpoint times equal values computed by hand.
 

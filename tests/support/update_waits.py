@@ -1,6 +1,7 @@
 """Counts how often the host waits for the device in one update, on the emulated device."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,8 +55,13 @@ def count_update_waits(
     policy.update([batch] * micro_batches, loss, step=0)
     device.waits.clear()
     policy.update([batch] * micro_batches, loss, step=1)
+    return count_by_file(device.waits), policy
+
+
+def count_by_file(waits: Mapping[str, int]) -> Counter[str]:
+    """Return the number of waits by operation and calling file."""
     counted: Counter[str] = Counter()
-    for place, count in device.waits.items():
+    for place, count in waits.items():
         operation, *frames = place.split(" < ")
         counted[f"{operation} in {frames[0].split(':')[0] if frames else 'torch'}"] += count
-    return counted, policy
+    return counted

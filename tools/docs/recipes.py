@@ -66,6 +66,7 @@ def candidate_changes(recipe: PlannedRecipe) -> list[tuple[str, ...]]:
         (f"model.max_pixels={s.model.max_pixels // 2}",),
         ("parallel.log_probs_chunk_size=512",) if s.parallel.log_probs_chunk_size > 512 else (),
         ("parallel.recompute=full",) if s.parallel.recompute != "full" else (),
+        ("parallel.recompute_num_layers=0",) if s.parallel.recompute_num_layers else (),
         ("parallel.offload_params=true",) if not s.parallel.offload_params else (),
         ("parallel.offload_optimizer=true",) if not s.parallel.offload_optimizer else (),
         ("lora.rank=64",) if s.lora.rank == 0 else (f"lora.rank={s.lora.rank // 2}",),

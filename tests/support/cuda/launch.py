@@ -34,6 +34,13 @@ def run_tests(*arguments: str, timeout_s: float) -> None:
         _require_success([process], timeout_s=timeout_s)
 
 
+def run_script(script: str, *arguments: object, timeout_s: float) -> str:
+    """Run a script in a process with emulated devices and return the last line of its output. Fails
+    with its output if the script fails.
+    """
+    return _require_success([_start("tests.support.cuda", script, *arguments)], timeout_s=timeout_s)[0].splitlines()[-1]
+
+
 def run_world(num_ranks: int, script: Path, *arguments: object, timeout_s: float) -> None:
     """Run a script on several ranks, each with an emulated device of its own. Fails with the output
     of the ranks if one of them fails.
@@ -43,8 +50,11 @@ def run_world(num_ranks: int, script: Path, *arguments: object, timeout_s: float
     _require_success(ranks, timeout_s=timeout_s)
 
 
-def _require_success(processes: list[subprocess.Popen[str]], *, timeout_s: float) -> None:
-    """Wait for all processes. A rank that fails lets the others fail, because a connection ends."""
+def _require_success(processes: list[subprocess.Popen[str]], *, timeout_s: float) -> list[str]:
+    """Wait for all processes and return their outputs.
+
+    A rank that fails lets the others fail, because a connection ends.
+    """
     until, outputs = time.monotonic() + timeout_s, []
     try:
         for process in processes:
@@ -55,3 +65,4 @@ def _require_success(processes: list[subprocess.Popen[str]], *, timeout_s: float
             outputs.append(process.communicate()[0])
     codes = [process.returncode for process in processes]
     assert not any(codes), f"{processes[0].args} exited {codes}:\n" + "\n".join(output[-6000:] for output in outputs)
+    return outputs
