@@ -5,7 +5,9 @@ autograd and the temporary tensors. The formula assumes the layers of policy/tra
 Transformer Engine) and policy/vision.py with the GPU kernels of policy/fused.py. With Transformer
 Engine, fewer bytes are saved than the formula predicts. The test
 tests/memory_plan/test_activations.py compares the formula with the tensors that autograd actually
-saves. The test replaces the GPU kernels by operations that save the same tensors.
+saves. The test replaces the GPU kernels by operations that save the same tensors. At the full size
+of the recipes, tests/cuda/test_full_size.py compares the formula with the peak of an update on
+FakeTensors; the plan is 0% to 8% above it (benchmarks/results/full_size_2026-11-27.md).
 
 The sizes per token or patch are denoted by H (hidden), A (queries), K (keys) and F (MLP). Attention
 is flash attention, so attention memory is linear in the sequence length.

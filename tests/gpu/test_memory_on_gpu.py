@@ -89,7 +89,7 @@ def test_a_step_stays_below_the_plan_and_near_it(world: None, random_model: Path
     resident, counted, taken = measure_step(model, settings, parallel, sequences=[sequence])
     assert resident == pytest.approx(counted, rel=0.05)
     planned = compute_activation_memory(
-        model, parallel, stage=0, size=MicroBatchSize.full_of_images(len(sequence.token_ids)), max_patches=SIDE * SIDE, itemsize=2, lora=LoraSettings(),
-        frozen=settings.frozen,
+        model, parallel, stage=0, size=MicroBatchSize.full_of_images(len(sequence.token_ids)), max_patches=SIDE * SIDE, itemsize=2,
+        lora=LoraSettings(), frozen=settings.frozen,
     ).total_bytes  # fmt: skip
     assert planned / 2 <= taken <= planned

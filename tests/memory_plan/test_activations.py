@@ -258,8 +258,8 @@ def test_a_pass_stays_below_the_plan_and_near_it(
         hidden_RH = chunk(batch, torch.arange(8))
         hidden_RH.float().sum().backward()
     planned = compute_activation_memory(
-        model, parallel, stage=0, size=MicroBatchSize.full_of_images(num_tokens), max_patches=num_patches, itemsize=dtype.itemsize, lora=LoraSettings(rank=lora),
-        frozen=frozen,
+        model, parallel, stage=0, size=MicroBatchSize.full_of_images(num_tokens), max_patches=num_patches,
+        itemsize=dtype.itemsize, lora=LoraSettings(rank=lora), frozen=frozen,
     ).total_bytes  # fmt: skip
     assert live.peak <= planned
     if num_patches == 4 * num_tokens:

@@ -146,7 +146,8 @@ def test_the_largest_micro_batches_by_hand() -> None:
 
     def sizes(length: int, max_pixels: int = 0) -> list[MicroBatchSize]:
         settings = Settings(
-            model=ModelSettings(max_pixels=401_408), engine=EngineSettings(max_model_len=length, max_images=3), run=RunSettings(dir="there"),
+            model=ModelSettings(max_pixels=401_408), run=RunSettings(dir="there"),
+            engine=EngineSettings(max_model_len=length, max_images=3),
             batch=config.BatchSettings(micro_batch_tokens=2000), task=config.TaskSettings(name="visual_python", max_pixels=max_pixels),
         )  # fmt: skip
         return largest_micro_batches(model, settings)

@@ -190,13 +190,15 @@ def test_an_update_by_hand(tiny: StepTimeInputs) -> None:
 
 
 def test_a_part_of_the_layers_is_computed_again(tiny: StepTimeInputs) -> None:
-    """If one of two layers is recomputed, an update takes 7/6 of the FLOPs and of the bytes 7/6 =
-    (3 + 1/2) / 3 without recomputation, on each of two stages as well."""
+    """If one of two layers is recomputed, the additional FLOPs are half of those of full
+    recomputation, and the bytes are (3 + 1/2) / 3 of those without recomputation. On each of two
+    stages with one layer, it is all of the layers."""
     half = with_settings(tiny, parallel={"recompute": "full", "recompute_num_layers": 1})
-    frozen = {"model": {"frozen": ["vision", "merger"]}}
-    assert update_flops(with_settings(half, **frozen), 62) - update_flops(with_settings(tiny, **frozen), 62) == pytest.approx(
-        (update_flops(with_settings(tiny, **frozen, parallel={"recompute": "full"}), 62) - update_flops(with_settings(tiny, **frozen), 62)) / 2
+    whole = with_settings(tiny, parallel={"recompute": "full"})
+    none_flops, half_flops, whole_flops = (
+        update_flops(with_settings(each, model={"frozen": ["vision", "merger"]}), 62) for each in (tiny, half, whole)
     )
+    assert half_flops - none_flops == pytest.approx((whole_flops - none_flops) / 2)
     assert tensor_parallel_bytes(half, 62) == pytest.approx(tensor_parallel_bytes(tiny, 62) * 3.5 / 3)
     staged = with_settings(half, parallel={"pp": 2})
     assert tensor_parallel_bytes(staged, 62) == pytest.approx(
@@ -211,7 +213,9 @@ def test_episodes_that_go_on_by_hand(tiny: StepTimeInputs) -> None:
     wider = with_settings(tiny, engine={"max_num_seqs": 4})
     language, vision = parts(tiny)
     stale = rollout_seconds(with_settings(wider, run={"max_staleness": 1}))
-    assert rollout_seconds(wider)["decode"] == pytest.approx(6 * (2 * language + 2 * 10 * 1024) / 10) and not rollout_seconds(wider)["resumed"]
+    assert (
+        rollout_seconds(wider)["decode"] == pytest.approx(6 * (2 * language + 2 * 10 * 1024) / 10) and not rollout_seconds(wider)["resumed"]
+    )
     assert stale["decode"] == pytest.approx(3 * (2 * language + 4 * 10 * 1024) / 10)
     assert stale["resumed"] == pytest.approx(2 * (language * 52 + vision * 16) / (4 * 50))
     assert stale["prompts"] == rollout_seconds(wider)["prompts"]

@@ -46,6 +46,27 @@ MUTANTS = (
         "tests/memory_plan/test_gpu_memory.py -k groups_in_use",
     ),
     Mutant(
+        "keys of a long sequence are gathered",
+        "megatron_rl/memory_plan/gpu_memory.py",
+        "most_image_tokens(model, settings), kv_ratio=1)",
+        "most_image_tokens(model, settings))",
+        "tests/memory_plan/test_gpu_memory.py -k largest",
+    ),
+    Mutant(
+        "unfinished episodes are resumed for nothing",
+        "megatron_rl/memory_plan/step_time.py",
+        '"resumed": resume_seconds(inputs),',
+        '"resumed": 0.0,',
+        "tests/memory_plan/test_step_time.py -k go_on",
+    ),
+    Mutant(
+        "layers that are not recomputed save nothing",
+        "megatron_rl/memory_plan/activations.py",
+        "stored = num_tokens * (layers - recomputed) * layer_saved",
+        "stored = num_tokens * (layers - recomputed) * hidden",
+        "tests/memory_plan/test_activations.py -k some_layers",
+    ),
+    Mutant(
         "the plan forgets the workspace of flash attention",
         "megatron_rl/memory_plan/activations.py",
         "+ 2 * key + max(0, workspace - released)",

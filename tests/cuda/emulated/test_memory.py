@@ -37,7 +37,14 @@ def test_an_update_stays_below_the_plan_and_near_it(trained: str, recompute: str
     with single_process_world():
         resident, counted, taken = measure_step(model, settings, parallel, sequences=[sequence], lora=lora)
     planned = compute_activation_memory(
-        model, parallel, stage=0, size=MicroBatchSize.full_of_images(len(sequence.token_ids)), max_patches=SIDE * SIDE, itemsize=2, lora=lora, frozen=frozen
+        model,
+        parallel,
+        stage=0,
+        size=MicroBatchSize.full_of_images(len(sequence.token_ids)),
+        max_patches=SIDE * SIDE,
+        itemsize=2,
+        lora=lora,
+        frozen=frozen,
     ).total_bytes
     assert resident == pytest.approx(counted, rel=0.05)
     assert 0.45 * planned <= taken <= planned
@@ -53,7 +60,7 @@ def test_shared_prompts_stay_below_the_plan(recompute: str, random_model: Path) 
     with single_process_world():
         _, _, taken = measure_step(model, settings, parallel, sequences=sequences)
     planned = compute_activation_memory(
-        model, parallel, stage=0, size=MicroBatchSize.full_of_images(4108 + 7 * 40), max_patches=SIDE * SIDE, itemsize=2, lora=LoraSettings(),
-        frozen=settings.frozen,
+        model, parallel, stage=0, size=MicroBatchSize.full_of_images(4108 + 7 * 40), max_patches=SIDE * SIDE, itemsize=2,
+        lora=LoraSettings(), frozen=settings.frozen,
     ).total_bytes  # fmt: skip
     assert 0.45 * planned <= taken <= planned

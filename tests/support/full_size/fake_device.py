@@ -11,8 +11,8 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from torch.distributed import _functional_collectives  # noqa: F401 (registers the operators of collectives)
 from torch._C._distributed_c10d import FakeWork
+from torch.distributed import _functional_collectives  # noqa: F401 (registers the operators of collectives)
 from torch.nn.attention import varlen  # noqa: F401 (registers the operators of attention)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -97,14 +97,16 @@ class FakeGpu(TorchDispatchMode):
             if any(not index.is_cuda for index in indices):
                 self.record("index on the host")
         if func is aten.copy_.default and args[0].is_cuda != args[1].is_cuda:
-            self._copy(args[1], to_device=args[0].is_cuda, non_blocking=args[2] if len(args) > 2 else kwargs.get("non_blocking", False), host=args)
+            non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            self._copy(args[:2], to_device=args[0].is_cuda, non_blocking=non_blocking)
         if func is aten._to_copy.default:
             there = torch.device(kwargs.get("device") or args[0].device).type == "cuda"
             if there != args[0].is_cuda:
-                self._copy(args[0], to_device=there, non_blocking=kwargs.get("non_blocking", False), host=args[:1])
+                self._copy(args[:1], to_device=there, non_blocking=kwargs.get("non_blocking", False))
 
-    def _copy(self, source: torch.Tensor, *, to_device: bool, non_blocking: bool, host: tuple) -> None:
-        is_pinned = any(not tensor.is_cuda and self._is_pinned(tensor) for tensor in host if isinstance(tensor, torch.Tensor))
+    def _copy(self, tensors: tuple[torch.Tensor, ...], *, to_device: bool, non_blocking: bool) -> None:
+        """Count a copy between host and device, unless it is asynchronous from or to pinned memory."""
+        is_pinned = any(self._is_pinned(tensor) for tensor in tensors if not tensor.is_cuda)
         if is_pinned and non_blocking:
             return
         direction = "device" if to_device else "host"

@@ -45,8 +45,8 @@ def measure(settings: Settings, *, stage: int, kind: str) -> dict[str, object]:
         model, settings.model.path = read_spec(Path(folder)), folder
         batch = pack_one(KINDS[kind](model, settings), model, settings)
         gpu, mode, parallel = FakeGpu(), FakeTensorMode(allow_non_fake_inputs=True), settings.parallel
-        rows = batch.num_tokens // (parallel.tp if parallel.sequence_parallel else 1)
-        fake_policy.install(model, gpu, hidden_shape=[rows, 1, model.hidden_size], is_last_stage=stage == parallel.pp - 1)
+        hidden_shape = [batch.num_tokens // (parallel.tp if parallel.sequence_parallel else 1), 1, model.hidden_size]
+        fake_policy.install(model, gpu, hidden_shape=hidden_shape, is_last_stage=stage == parallel.pp - 1)
         fake_kernels.install()
         world = settings.plan.world_size
         with fake_process_group(stage * world // parallel.pp, size=world), mode, gpu:

@@ -23,20 +23,23 @@ ON_HOST = ("grid_I3",)
 def shared_prompts(model: ModelSpec, settings: Settings) -> list[TokenSequence]:
     """Return sequences of batch.micro_batch_tokens tokens in all, most of them of images.
 
-    Eight short responses share each prompt, which consists of images: as many image tokens and
-    gathered keys as a micro-batch can have.
+    Eight short responses share each prompt, which consists of images: as many gathered keys as a
+    micro-batch can have. Responses contain an image too, unless their tokens are needed for a chunk
+    of logits.
     """
-    num_tokens, image = settings.batch.micro_batch_tokens, max_image_tokens(model, settings)
+    num_tokens, largest = settings.batch.micro_batch_tokens, max_image_tokens(model, settings)
     longest = min(most_image_tokens(model, settings), 63 * settings.engine.max_model_len // 64)
     num_prompts = -(-7 * num_tokens // (8 * longest))
     width = num_tokens // num_prompts
     response = width // (8 * NUM_SHARING) + 2
+    sampled = min(response, settings.parallel.log_probs_chunk_size // (num_prompts * NUM_SHARING) + 1)
     sequences = []
     for prompt in range(num_prompts):
-        for _ in range(NUM_SHARING):
+        for number in range(NUM_SHARING):
             sequence = TokenSequence()
-            _extend_with_images(sequence, model, width - NUM_SHARING * (response + 1), largest=image, name=f"{prompt}")
-            sequence.extend([TEXT_ID] * response, logprobs=[0.0] * response)
+            _extend_with_images(sequence, model, width - NUM_SHARING * (response + 1), largest=largest, name=f"{prompt}")
+            sequence.extend([TEXT_ID] * sampled, logprobs=[0.0] * sampled)
+            _extend_with_images(sequence, model, response - sampled, largest=largest, name=f"{prompt}/{number}")
             sequences.append(sequence)
     return sequences
 
@@ -58,9 +61,7 @@ def _extend_with_images(sequence: TokenSequence, model: ModelSpec, num_tokens: i
         rows = max(rows for rows in range(1, int(size**0.5) + 1))
         columns = size // rows
         image = Image(None, None, (1, merge * rows, merge * columns), key=f"{name}/{number}", merge=merge)
-        sequence.extend(
-            [model.vision_start_id, *[model.image_token_id] * image.num_tokens, TEXT_ID], images=(image,)
-        )
+        sequence.extend([model.vision_start_id, *[model.image_token_id] * image.num_tokens, TEXT_ID], images=(image,))
         number += 1
     sequence.extend([TEXT_ID] * (stop - len(sequence.token_ids)))
 
