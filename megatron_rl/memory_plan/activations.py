@@ -7,7 +7,7 @@ Engine, fewer bytes are saved than the formula predicts. The test
 tests/memory_plan/test_activations.py compares the formula with the tensors that autograd actually
 saves. The test replaces the GPU kernels by operations that save the same tensors. At the full size
 of the recipes, tests/cuda/test_full_size.py compares the formula with the peak of an update on
-FakeTensors; the plan is 0% to 8% above it (benchmarks/results/full_size_2026-11-27.md).
+FakeTensors; the plan is 0% to 10% above it (benchmarks/results/full_size_2026-11-27.md).
 
 The sizes per token or patch are denoted by H (hidden), A (queries), K (keys) and F (MLP). Attention
 is flash attention, so attention memory is linear in the sequence length.
@@ -113,10 +113,13 @@ def compute_activation_memory(
         vocab = padded_vocab(model.vocab_size, parallel.tp) // parallel.tp
         logits = parallel.log_probs_chunk_size * vocab * VALUES_PER_LOGIT * itemsize
         if not lora.rank and "language" not in frozen:
-            logits += vocab * model.hidden_size * itemsize  # the output layer's gradient, before it is added to the gradient buffer
+            # The gradient of the output layer exists twice while that of a chunk is added to that of
+            # the earlier chunks; the logits of the chunk have been released by then.
+            weight = vocab * model.hidden_size * itemsize
+            logits = max(logits + weight, logits / VALUES_PER_LOGIT + 2 * weight)
         # The backward pass of the last layer begins when the final norm, the gathered hidden states
-        # and the hidden states of the sampled tokens have been released.
-        final = num_tokens * (2 * hidden + 2 * model.hidden_size * itemsize)
+        # and the hidden states of the sampled tokens with their gradient have been released.
+        final = num_tokens * (2 * hidden + 3 * model.hidden_size * itemsize)
         working = max(working, final + logits)
     return ActivationMemory(saved_bytes=int(kept), num_in_flight=_num_in_flight(stage, parallel), transient_bytes=int(working))
 
