@@ -338,13 +338,18 @@ def _rewards_to_go(rewards: Sequence[float], discount: float) -> list[float]:
 
 
 def _token_returns(rollout: Rollout, algo: AlgoSettings) -> list[list[float]]:
-    """Return the returns-to-go of the sampled tokens in each sequence, minus KL costs."""
+    """Return the returns-to-go of the sampled tokens in each sequence, minus KL costs.
+
+    Later tokens are those of later turns, also if the turns of several sequences alternate.
+    """
     assert rollout.reward is not None, "only scored rollouts have a reward"
-    later, contexts = rollout.reward, []
-    for context in reversed(rollout.sequences):
-        values: list[float] = []
-        for cost, sampled in zip(reversed(kl_costs(context, algo)), reversed(context.loss_mask), strict=True):
-            later -= cost
-            values += [later] * sampled
-        contexts.append(values[::-1])
-    return contexts[::-1]
+    later, costs = rollout.reward, [kl_costs(context, algo) for context in rollout.sequences]
+    values = [[0.0] * len(context.token_ids) for context in rollout.sequences]
+    for turn in reversed(rollout.turns):
+        for place in reversed(range(*turn.token_span)):
+            later -= costs[turn.sequence][place]
+            values[turn.sequence][place] = later
+    return [
+        [value for value, sampled in zip(column, context.loss_mask, strict=True) if sampled]
+        for column, context in zip(values, rollout.sequences, strict=True)
+    ]

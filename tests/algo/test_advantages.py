@@ -133,6 +133,21 @@ def test_the_kl_in_the_reward_comes_off_before_episodes_are_compared(name: str, 
     assert plain[0] < 0 < plain[2] and plain != [expected[0], 0.0, expected[1], 0.0], "a KL term of the loss is no business of credit"
 
 
+def test_reinforce_pp_follows_the_turns_of_alternating_sequences() -> None:
+    """The KL costs of later turns reduce the return of a token, and those of earlier turns do not,
+    although turn 2 is in the same sequence as turn 0."""
+    rollout = make_rollout(0, 1.0, lengths=(1, 1, 1), turn_sequences=(0, 1, 0))
+    for context, references in zip(rollout.sequences, ([-1.2, -1.8], [-1.4]), strict=True):  # the old logprobs are -1
+        left = iter(references)
+        context.old_logprobs = list(context.rollout_logprobs)
+        context.reference_logprobs = [next(left) if sampled else 0.0 for sampled in context.loss_mask]
+    ALGORITHMS["reinforce_pp"].advantage_fn([rollout], AlgoSettings(name="reinforce_pp", kl_coef=0.5, use_kl_in_reward=True))
+    found = [rollout.sequences[turn.sequence].advantages[turn.token_span[0]] for turn in rollout.turns]
+    returns = [1 - 0.1 - 0.2 - 0.4, 1 - 0.2 - 0.4, 1 - 0.4]
+    mean, scale = statistics.fmean(returns), math.sqrt(statistics.variance(returns) + 1e-8)
+    assert found == pytest.approx([(value - mean) / scale for value in returns], abs=1e-12)
+
+
 @pytest.mark.parametrize(("name", "expected"), [("grpo", -3.0), ("rloo", -6.0), ("opo", -3.0), ("reinforce_pp", None)])
 def test_what_is_not_trained_on_has_no_kl_to_take_off(name: str, expected: float | None) -> None:
     """A dropped rollout, whose tokens have no reference logprobs, counts in the group mean with its

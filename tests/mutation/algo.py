@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "returns of alternating sequences follow the sequences",
+        "megatron_rl/algo/advantages.py",
+        "    for turn in reversed(rollout.turns):\n        for place",
+        "    for turn in sorted(rollout.turns, key=lambda turn: -turn.sequence):\n        for place",
+        "tests/algo/test_advantages.py -k alternating",
+    ),
+    Mutant(
         "rewards that differ by rounding are a signal",
         "megatron_rl/algo/advantages.py",
         "<= max(RELATIVE_ROUNDING * largest, ABSOLUTE_ROUNDING)",
