@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels of a run for GPUs of capability 9.0 and 8.9, on a machine without a GPU.
+"""Compiles the Triton kernels of a run for capabilities 9.0 and 8.9, on a machine without a GPU.
 
     python benchmarks/cuda_kernels.py        # with the packages of requirements/gpu.txt
 
@@ -8,21 +8,24 @@ up to the binary (cubin); nothing is launched. torch.compile receives FakeTensor
 shapes are those of Qwen2.5-VL-7B. Prints one line per kernel and fails if one is not compiled.
 """
 
+from __future__ import annotations
+
+import argparse
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
 import torch._dynamo.device_interface
-import triton
-import triton.compiler
-import triton.runtime.jit
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from triton.backends.compiler import GPUTarget
+
+if TYPE_CHECKING:  # only with the packages for GPUs
+    from triton.backends.compiler import GPUTarget
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise vLLM replaces Triton, because no driver is active
 
@@ -44,6 +47,8 @@ class Driver:
 
     def get_current_target(self) -> GPUTarget:
         """Return the GPU to compile for."""
+        from triton.backends.compiler import GPUTarget
+
         return GPUTarget("cuda", self.capability, 32)
 
     def get_active_torch_device(self) -> torch.device:
@@ -62,6 +67,8 @@ compiled: dict[str, int] = {}
 @contextmanager
 def use_gpu(capability: int) -> Iterator[None]:
     """Let Triton and torch.compile find a GPU of this capability, and keep the sizes of binaries."""
+    import triton.compiler
+    import triton.runtime.jit
     from torch._inductor.runtime import triton_helpers, triton_heuristics
 
     compile_kernel, run = triton.compile, triton.runtime.jit.JITFunction.run
@@ -185,11 +192,13 @@ def main() -> None:
 
     torch keeps the properties of a device for the whole process.
     """
-    if len(sys.argv) == 1:
-        for capability in CAPABILITIES:
-            subprocess.run([sys.executable, __file__, str(capability)], check=True, timeout=TIMEOUT_S)
+    parser = argparse.ArgumentParser(description="Compile the Triton kernels of a run without a GPU.")
+    parser.add_argument("--capability", type=int, choices=CAPABILITIES, help="capability to compile for (default: all)")
+    capability = parser.parse_args().capability
+    if capability is None:
+        for each in CAPABILITIES:
+            subprocess.run([sys.executable, __file__, "--capability", str(each)], check=True, timeout=TIMEOUT_S)
         return
-    capability = int(sys.argv[1])
     with use_gpu(capability):
         run_vllm_kernels()
         print(f"sm_{capability}: {len(compiled)} kernels of vLLM")

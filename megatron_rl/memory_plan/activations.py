@@ -113,8 +113,8 @@ def compute_activation_memory(
         vocab = padded_vocab(model.vocab_size, parallel.tp) // parallel.tp
         logits = parallel.log_probs_chunk_size * vocab * VALUES_PER_LOGIT * itemsize
         if not lora.rank and "language" not in frozen:
-            # The gradient of the output layer exists twice while that of a chunk is added to that of
-            # the earlier chunks; the logits of the chunk have been released by then.
+            # The gradient of the output layer exists twice while that of a chunk is added to that
+            # of the earlier chunks; the logits of the chunk have been released by then.
             weight = vocab * model.hidden_size * itemsize
             logits = max(logits + weight, logits / VALUES_PER_LOGIT + 2 * weight)
         # The backward pass of the last layer begins when the final norm, the gathered hidden states
