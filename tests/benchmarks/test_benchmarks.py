@@ -60,7 +60,7 @@ def rows(said: str) -> list[list[str]]:
 
 
 def test_none_is_left_out() -> None:
-    """Every benchmark in benchmarks/ is named in this module. prose_sample has a module of its own."""
+    """Every benchmark in benchmarks/ is named in this module. prose_sample has its own module."""
     tested = Path(__file__).read_text()
     assert not [path.stem for path in FOLDER.glob("*.py") if not re.search(rf"\b{path.stem}\b", tested)]
 
@@ -521,3 +521,11 @@ def test_gymnasium_loop_lag() -> None:
     idle, busy = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert (idle["episodes"], idle["steps"], busy["episodes"]) == (0, 0, 3) and 3 <= busy["steps"] <= 6
     assert all(0 <= each["lag_median_ms"] <= each["lag_p99_ms"] <= each["lag_max_ms"] and each["ticks"] > 3 for each in (idle, busy))
+
+
+def test_cuda_kernels() -> None:
+    """Without the packages for GPUs, the kernels cannot be compiled; only the arguments are tested.
+    The dated result is benchmarks/results/cuda_packages_2026-11-27.md.
+    """
+    ended = fork_server.run_script(FOLDER / "cuda_kernels.py", "--capability", 70, timeout_s=120)
+    assert ended.returncode == 2 and "invalid choice: 70 (choose from 90, 89)" in ended.stdout
