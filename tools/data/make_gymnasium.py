@@ -17,7 +17,8 @@ options below (docs/gymnasium.md):
         sys.exit(main(demonstrate))
 
 The settings of the task are those of training, as KEY=VALUE, so the prompts and pictures are the
-same. By default, only solved episodes are written. The folder is written atomically:
+same. Started by itself, this file plays random actions, for a first try. By default, only solved
+episodes are written. The folder is written atomically:
 
     transcripts.jsonl      one line per turn: {"messages": [...], "id", "source", "question",
                            "answer", "step", "reward"}; reward is the return of the episode
@@ -161,7 +162,16 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
+def play_randomly(env: Any, observation: Any) -> Any:
+    """Return a random action."""
+    return env.action_space.sample()
+
+
 def main(demonstrator: Demonstrator, arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     given = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     return run_command(lambda: make_demonstrations(compose_settings([*UNUSED, *given.settings]), demonstrator, given), out=given.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main(play_randomly))
