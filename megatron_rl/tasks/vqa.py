@@ -12,13 +12,12 @@ import random
 from collections.abc import Sequence
 
 from megatron_rl.config import TaskSettings, require
-from megatron_rl.data.benchmarks.catalog import compute_benchmark_metrics, load_benchmark_questions
 from megatron_rl.data.transcripts import ANSWERS_SPLIT, TRANSCRIPTS_SPLIT
 from megatron_rl.rewards import rubrics
-from megatron_rl.rewards.judge import make_judge
-from megatron_rl.rollout.task import Env, Step, Task
+from megatron_rl.rollout.task import Env, Step
+from megatron_rl.tasks.question_task import QuestionTask
 from megatron_rl.tasks.visual_python.message_parts import insert_images, make_message
-from megatron_rl.types import Demonstration, Example, Message, Rollout
+from megatron_rl.types import Demonstration, Example, Message
 
 ANSWER = "\nThink first. Then write the final answer, and nothing else, between <answer> and </answer>."
 PROMPT = "{question}" + ANSWER
@@ -77,7 +76,7 @@ class AnsweredQuestions(Sequence[Demonstration]):
         return Demonstration(messages, where=question.where)
 
 
-class VqaTask(Task):
+class VqaTask(QuestionTask):
     """Task with questions from the user's files, scored by the accuracy rubric."""
 
     reward_names = ("accuracy",)
@@ -89,29 +88,7 @@ class VqaTask(Task):
         super().__init__(settings)
         require(bool(settings.data.eval), "task.data.eval", settings.data.eval, "set the files that contain the held-out questions")
         self.prompt, self.system = settings.prompt or PROMPT, settings.system_prompt
-        self.judge = make_judge(settings.judge)
         self.rubric = rubrics.build_rubric("accuracy", judge=self.judge, tool_format="")
-        self._splits: dict[str, Sequence[Example]] = {}
-
-    async def start(self) -> None:
-        """Start the judge, if one is configured."""
-        if self.judge is not None:
-            await self.judge.start()
-
-    async def close(self) -> None:
-        """Close the judge, if one is configured."""
-        if self.judge is not None:
-            await self.judge.close()
-
-    def examples(self, split: str) -> Sequence[Example]:
-        """Return the questions of a split. The first call validates every row.
-
-        Raises:
-            ValueError: A row is invalid; the message names the first invalid row.
-        """
-        if split not in self._splits:
-            self._splits[split] = load_benchmark_questions(self.settings.data, split)
-        return self._splits[split]
 
     def default_demonstration_split(self) -> str:
         """Return transcripts if there are any, else answers."""
@@ -142,10 +119,6 @@ class VqaTask(Task):
     def env(self, example: Example) -> VqaEnv:
         """Return a new environment for one question."""
         return VqaEnv(example, prompt=self.prompt, system=self.system)
-
-    def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return the benchmark's metrics if `task.data.benchmark` is set."""
-        return compute_benchmark_metrics(self.settings.data.benchmark, examples, rollouts)
 
     def gold_replies(self, example: Example) -> list[str]:
         """Return a list that contains one reply that earns the full reward."""

@@ -284,8 +284,8 @@ MUTANTS = (
     Mutant(
         "a video is shown in a task that has no code",
         "megatron_rl/tasks/visual_python/task.py",
-        'videos=self.settings.tool_format == "pyvision"',
-        "videos=True",
+        'self.reads_videos = settings.tool_format == "pyvision"',
+        "self.reads_videos = True",
         "tests/e2e/test_video_task.py -k only_code",
     ),
     Mutant(

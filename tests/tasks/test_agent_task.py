@@ -14,15 +14,16 @@ import pytest
 from PIL import Image as pil
 
 from megatron_rl.config import ModelSettings, TaskSettings
-from megatron_rl.config.rollout import DataSettings
+from megatron_rl.config.rollout import DataSettings, JudgeSettings
 from megatron_rl.config.task_options import AgentOptions
+from megatron_rl.registry import build_task
 from megatron_rl.rollout.conversation import SequenceLimits, TokenConversation
 from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.agent.task import AgentTask
 from megatron_rl.types import Image, Rollout, Status, StopReason
-from tests.conftest import SUPPORT
+from tests.conftest import ROOT, SUPPORT
 
 AGENT = SUPPORT / "agents" / "talking_agent.py"
 SETTINGS = EpisodeSettings(
@@ -93,6 +94,31 @@ def test_an_unmodified_client_continues_its_own_tokens(renderer: Renderer, tmp_p
     assert (context.token_ids, context.loss_mask) == (expected.token_ids, expected.loss_mask)
     assert rollout.reason == "1 continued, replaced max_tokens model temperature"
     assert rollout.turns[-1].tool_call.text == "r1"
+
+
+def test_the_agent_of_the_documentation(renderer: Renderer, tmp_path: Path) -> None:
+    (tmp_path / "my_agent.py").write_text((ROOT / "docs" / "own_agents.md").read_text().split("```python\n")[1].split("```")[0])
+    rollout, _ = play(tmp_path, renderer, "", command=[sys.executable, str(tmp_path / "my_agent.py")])
+    assert (rollout.reward, rollout.reason, len(rollout.turns)) == (1.0, "1 continued", 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"options": AgentOptions()}, "^task.options.command=.*is empty; name the agent's program"),
+        ({"options": AgentOptions(command=["no-such-program"])}, "^task.options.command=no-such-program: is not an executable program"),
+        ({"prompt": "{question}"}, "^task.prompt="),
+        (
+            {"reward": "reported", "judge": JudgeSettings(urls=["http://127.0.0.1:1/v1"], model="m")},
+            "^task.judge.model=m: .* uses no judge",
+        ),
+    ],
+)
+def test_settings_that_an_agent_cannot_have(tmp_path: Path, given: dict, message: str) -> None:
+    data = DataSettings(train=["q.jsonl"], eval=["q.jsonl"])
+    options = AgentOptions(command=[sys.executable, "agent.py"])
+    with pytest.raises(ValueError, match=message):
+        build_task(TaskSettings(**{"name": "agent", "data": data, "options": options, **given}))
 
 
 def test_branches_and_new_prompts(renderer: Renderer, tmp_path: Path) -> None:

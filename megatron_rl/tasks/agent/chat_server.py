@@ -27,7 +27,7 @@ MAX_BODY_BYTES = 64 << 20
 """Maximum size of a request, which contains the images of the whole conversation."""
 MAX_DELIMITERS = 1 << 20
 CLIENT_CLOSED = 499
-"""Status of a request whose client has disconnected; nobody receives it."""
+"""Status that is logged if the client has disconnected before its response."""
 
 
 AskFn = Callable[[ChatRequest, str], Awaitable[ChatResponse]]
@@ -57,7 +57,7 @@ class ChatServer:
         self._serving: asyncio.Task[None] | None = None
 
     def open_episode(self, ask: AskFn) -> str:
-        """Return a new key, whose requests are passed to `ask`."""
+        """Return a new key. Requests with this key are passed to `ask`."""
         key = f"sk-{secrets.token_urlsafe(32)}"
         self._episodes[key] = ask
         return key

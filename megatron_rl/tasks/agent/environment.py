@@ -60,7 +60,7 @@ class RequestCounts:
         return ", ".join([*words, *([f"replaced {' '.join(sorted(self.replaced))}"] if self.replaced else [])])
 
 
-class AgentEnv(Env):
+class ExternalAgentEnv(Env):
     """Environment of one episode."""
 
     def __init__(self, example: Example, *, command: Sequence[str], server: "ChatServer | None", slots: asyncio.Semaphore) -> None:

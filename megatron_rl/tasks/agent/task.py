@@ -11,19 +11,17 @@ import asyncio
 import json
 import math
 import shutil
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_rl.config import TaskSettings, require
 from megatron_rl.config.task_options import AgentOptions
-from megatron_rl.data.benchmarks.catalog import load_benchmark_questions
 from megatron_rl.errors import PermanentInfraError
 from megatron_rl.rewards.accuracy import AccuracyReward
 from megatron_rl.rewards.algebra import MathVerifier
-from megatron_rl.rewards.judge import make_judge
 from megatron_rl.rewards.rubric import RewardInput, RewardTerm, Rubric
-from megatron_rl.rollout.task import Task, require_options
-from megatron_rl.tasks.agent.environment import AgentEnv
+from megatron_rl.rollout.task import require_options
+from megatron_rl.tasks.agent.environment import ExternalAgentEnv
+from megatron_rl.tasks.question_task import QuestionTask
 from megatron_rl.types import ACCURACY_TERM, Example, StopReason
 
 if TYPE_CHECKING:
@@ -61,7 +59,7 @@ async def reported_reward(outcome: RewardInput) -> float:
     return float(reward)
 
 
-class AgentTask(Task):
+class AgentTask(QuestionTask):
     """Task with questions from the user's files and the user's agent."""
 
     Options = AgentOptions
@@ -76,15 +74,14 @@ class AgentTask(Task):
         require(bool(self.options.command), "task.options.command", self.options.command, remedy)
         program = self.options.command[0]
         require(shutil.which(program) is not None, "task.options.command", program, "is not an executable program in PATH")
-        self.judge = make_judge(settings.judge)
         if settings.reward == "reported":
+            self.judge = None
             self.rubric = Rubric(terms={"reported": RewardTerm(reported_reward)})
         else:
             accuracy = AccuracyReward(read_result, MathVerifier(), self.judge, get_result)
             self.rubric = Rubric(terms={ACCURACY_TERM: RewardTerm(accuracy)}, solved_term=ACCURACY_TERM)
         self.server: ChatServer | None = None
         self.slots = asyncio.Semaphore(self.options.processes)
-        self._splits: dict[str, Sequence[Example]] = {}
 
     async def start(self) -> None:
         """Start the server, and the judge if one is configured."""
@@ -92,26 +89,14 @@ class AgentTask(Task):
 
         self.server = ChatServer()
         await self.server.start()
-        if self.judge is not None:
-            await self.judge.start()
+        await super().start()
 
     async def close(self) -> None:
         """Stop the server and the judge."""
         if self.server is not None:
             await self.server.close()
-        if self.judge is not None:
-            await self.judge.close()
+        await super().close()
 
-    def examples(self, split: str) -> Sequence[Example]:
-        """Return the questions of a split. The first call validates every row.
-
-        Raises:
-            ValueError: A row is invalid; the message names the first invalid row.
-        """
-        if split not in self._splits:
-            self._splits[split] = load_benchmark_questions(self.settings.data, split)
-        return self._splits[split]
-
-    def env(self, example: Example) -> AgentEnv:
+    def env(self, example: Example) -> ExternalAgentEnv:
         """Return a new environment for one question."""
-        return AgentEnv(example, command=self.options.command, server=self.server, slots=self.slots)
+        return ExternalAgentEnv(example, command=self.options.command, server=self.server, slots=self.slots)

@@ -172,7 +172,7 @@ class DemonstrationPlayer:
         return played
 
     def _ask(self, pool: InProcessPool, *, seed: int, step: int) -> str:
-        """Return the reply of the demonstrator, whose exceptions are no invalid settings."""
+        """Return the demonstrator's reply. Its exceptions are not reported as wrong settings."""
         assert pool.current is not None, "ask before reset"
         try:
             chosen = self.demonstrator(pool.current.episode.env, pool.current.episode.observation)

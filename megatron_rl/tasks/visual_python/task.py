@@ -1,6 +1,6 @@
 """Task with user-provided questions about images, which the policy answers with tools."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -9,19 +9,17 @@ from PIL.Image import Image as Picture
 import megatron_rl_sandbox as sandbox
 from megatron_rl.clients.sandbox_service import make_sandbox_client
 from megatron_rl.config import SandboxSettings, TaskSettings
-from megatron_rl.data.benchmarks.catalog import compute_benchmark_metrics, load_benchmark_questions
 from megatron_rl.data.prompt_lengths import HIDDEN_IMAGE_ENV
 from megatron_rl.errors import AccessDenied, InfraError
 from megatron_rl.rewards import rubrics
-from megatron_rl.rewards.judge import make_judge
-from megatron_rl.rollout.task import Task
+from megatron_rl.tasks.question_task import QuestionTask
 from megatron_rl.tasks.visual_python.codev import CodeVProtocol
 from megatron_rl.tasks.visual_python.deepeyes import DeepEyesProtocol
 from megatron_rl.tasks.visual_python.env import AgentEnv
 from megatron_rl.tasks.visual_python.function_tools import FunctionsProtocol
 from megatron_rl.tasks.visual_python.pyvision import CLIP_NAME, PyVisionProtocol
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
-from megatron_rl.types import Example, Rollout
+from megatron_rl.types import Example
 from megatron_rl_sandbox.sandbox_client import SandboxClient
 
 MAX_INPUT_BYTES = 512 << 20
@@ -67,7 +65,7 @@ payload.
 """
 
 
-class VisualPythonTask(Task):
+class VisualPythonTask(QuestionTask):
     """Task with questions about images, answered with image tools and Python code.
 
     PyVision-RL, CodeV and DeepEyes correspond to different settings of task.tool_format,
@@ -83,40 +81,23 @@ class VisualPythonTask(Task):
         self.reward = settings.reward or "accuracy"
         self.protocol = TOOL_PROTOCOLS[settings.tool_format]({"env_name": "", "extra": {}, "videos": ()})
         self.stop = self.protocol.stop
-        self.judge = make_judge(settings.judge)
+        self.reads_videos = settings.tool_format == "pyvision"
         self.rubric = rubrics.build_rubric(self.reward, judge=self.judge, tool_format=settings.tool_format)
         self._pool = make_sandbox(settings.sandbox)
-        self._splits: dict[str, Sequence[Example]] = {}
 
     async def start(self) -> None:
         """Start the sandbox pool and, if one is configured, the judge."""
         await start_sandbox(self._pool, self.settings.sandbox)
-        if self.judge is not None:
-            await self.judge.start()
+        await super().start()
 
     async def close(self) -> None:
         """Close the sandbox pool and, if one is configured, the judge."""
-        if self.judge is not None:
-            await self.judge.close()
+        await super().close()
         await self._pool.close()
-
-    def examples(self, split: str) -> Sequence[Example]:
-        """Return the questions of a split. The first call validates every row.
-
-        Raises:
-            ValueError: A row is invalid; the message names the first invalid row.
-        """
-        if split not in self._splits:
-            self._splits[split] = load_benchmark_questions(self.settings.data, split, videos=self.settings.tool_format == "pyvision")
-        return self._splits[split]
 
     def env(self, example: Example) -> AgentEnv:
         """Return a new environment for one question."""
         return AgentEnv(example, protocol=TOOL_PROTOCOLS[self.settings.tool_format](example.payload), pool=self._pool)
-
-    def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return the benchmark's metrics if `task.data.benchmark` is set."""
-        return compute_benchmark_metrics(self.settings.data.benchmark, examples, rollouts)
 
     def gold_replies(self, example: Example) -> list[str]:
         """Return replies that earn the full reward, one per turn.

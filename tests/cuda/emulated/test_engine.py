@@ -241,7 +241,7 @@ def test_sleep_frees_weights_and_cache_and_leaves_nothing_of_the_images(
 
 
 class EngineServer(StandIn):
-    """Server whose weight-transfer calls are those of vLLM's worker, with this project's endpoint."""
+    """Server that passes weight transfers to vLLM's worker, through this project's endpoint."""
 
     def __init__(self, engine: ColocatedEngine, runner: GPUModelRunner) -> None:
         super().__init__()
