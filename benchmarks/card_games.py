@@ -20,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,15 +136,20 @@ def _spread(values: list[float]) -> str:
     return f"{statistics.fmean(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
-def main() -> None:
-    """Run the cells and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/games"))
-    parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS), help="default: all")
+def parse_cell_arguments(description: str | None, cells: Collection[str], *, out: Path) -> argparse.Namespace:
+    """Parse the command line of a benchmark with one run per cell and seed."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--cells", nargs="+", choices=cells, default=list(cells), help="default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--table", action="store_true", help="only print the table")
     parser.add_argument("--tiny", action="store_true", help="smoke test: one step per run")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the cells and print the table."""
+    arguments = parse_cell_arguments(__doc__, CELLS, out=Path("runs/games"))
     out = arguments.out.resolve()
     for seed in [] if arguments.table else arguments.seeds:
         for cell in arguments.cells:

@@ -66,7 +66,7 @@ compiled: dict[str, int] = {}
 
 @contextmanager
 def use_gpu(capability: int) -> Iterator[None]:
-    """Let Triton and torch.compile find a GPU of this capability, and keep the sizes of binaries."""
+    """Let Triton and torch.compile find a GPU of this capability; record the sizes of binaries."""
     import triton.compiler
     import triton.runtime.jit
     from torch._inductor.runtime import triton_helpers, triton_heuristics

@@ -1,11 +1,11 @@
 """Random episodes of gymnasium environments through task=gymnasium, from their ids alone.
 
-    .venv/bin/python benchmarks/gymnasium_environments.py MiniGrid-DoorKey-5x5-v0 ALE/Pong-v5 --episodes 20 --max-turns 50
+    .venv/bin/python benchmarks/gymnasium_environments.py MiniGrid-DoorKey-5x5-v0 ALE/Pong-v5
 
 Prints one JSON object for each id: the actions, the size of the frames, numbers of episodes and
-turns, returns, solved episodes, seconds of a reset and milliseconds of a step. Actions are uniformly
-random; for the pages of MiniWoB, they are clicks on random points. An id that cannot be run prints
-its error.
+turns, returns, solved episodes, seconds of a reset and milliseconds of a step. Actions are
+uniformly random; for the pages of MiniWoB, they are clicks on random points. An id that cannot be
+run prints its error.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def write_reply(grammar: ActionGrammar, action: Action) -> str:
 
 
 async def run_episode(env: GymnasiumEnv, rng: random.Random, *, max_turns: int) -> tuple[Rollout, float, list[float], tuple[int, int]]:
-    """Run one episode; return it, the seconds of its reset and steps, and the size of its frames."""
+    """Run one episode; return it, the seconds of reset and steps, and the size of its frames."""
     steps: list[Step] = []
     try:
         started = time.monotonic()

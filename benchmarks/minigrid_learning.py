@@ -1,22 +1,22 @@
 """GRPO, GiGPO and PPO on MiniGrid, with a nano model and several seeds.
 
-    .venv/bin/python benchmarks/minigrid_learning.py --out runs/minigrid_seeds   # runs missing cells, prints table
-    .venv/bin/python benchmarks/minigrid_learning.py --out runs/minigrid_seeds --cells door_key/ppo --seeds 0
-    .venv/bin/python benchmarks/minigrid_learning.py --out runs/minigrid_seeds --table       # only the table
+    .venv/bin/python benchmarks/minigrid_learning.py --out runs/grid  # missing cells, then the table
+    .venv/bin/python benchmarks/minigrid_learning.py --out runs/grid --cells door_key/ppo --seeds 0
+    .venv/bin/python benchmarks/minigrid_learning.py --out runs/grid --table  # prints the table only
     # Smoke test, one step per run:
     .venv/bin/python benchmarks/minigrid_learning.py --out runs/tiny --tiny --seeds 0
 
 Needs the packages minigrid and pygame. A cell is one run of an algorithm on an environment with one
-seed. The seed determines the initial weights, the demonstrations (of examples/gymnasium_environment.py) and the
-rollouts. Cells run one at a time, with two processes. All cells with the same environment and seed start
-from one SFT checkpoint. An interrupted run is resumed.
+seed. The seed determines the initial weights, the demonstrations (of
+examples/gymnasium_environment.py) and the rollouts. Cells run one at a time, with two processes.
+All cells with the same environment and seed start from one SFT checkpoint. An interrupted run is
+resumed.
 
 Success is the fraction of held-out seeds in which the goal is reached, greedily and at temperature
 1, with Wilson's 95% interval. Random play and the solver play the same seeds. Processor minutes
 include all processes of a run.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from card_games import parse_cell_arguments
 from numberline import ROOT
 from visual_search import processor_s
 
@@ -197,13 +198,7 @@ def plot_curves(out: Path, seeds: Sequence[int]) -> None:
 
 def main() -> None:
     """Run the cells and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/minigrid_seeds"))
-    parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS), help="default: all")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--table", action="store_true", help="only print the table")
-    parser.add_argument("--tiny", action="store_true", help="smoke test: one step per run")
-    arguments = parser.parse_args()
+    arguments = parse_cell_arguments(__doc__, CELLS, out=Path("runs/minigrid_seeds"))
     out = arguments.out.resolve()
     for seed in [] if arguments.table else arguments.seeds:
         for cell in arguments.cells:

@@ -506,8 +506,8 @@ def test_bank() -> None:
 
 
 def test_gymnasium_environments() -> None:
-    """Random episodes from an id alone: Sokoban costs 0.1 in each of three steps, unless a box moves.
-    An id that does not exist is one line.
+    """Random episodes from an id alone: Sokoban costs 0.1 in each of three steps, unless a box
+    moves. An id that does not exist is one line.
     """
     lines = said_by("gymnasium_environments", "puzzles/Sokoban-v0", "Sokoban-v0", "--episodes", 2, "--max-turns", 3).splitlines()
     played, refused = [json.loads(line) for line in lines if line.startswith("{")]

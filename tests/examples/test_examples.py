@@ -165,8 +165,8 @@ def test_judge(runs: SimpleNamespace) -> None:
 
 
 def test_the_commands_of_gymnasium_environment_fit_together() -> None:
-    """The second command reads what the first writes, and the third what the second writes. All have
-    the same task, so the demonstrations have the prompts of training.
+    """The second command reads what the first writes, and the third what the second writes. All
+    have the same task, so the demonstrations have the prompts of training.
     """
     example = runpy.run_path(str(EXAMPLES / "gymnasium_environment.py"))
     words = [word for word in example["DEMONSTRATE"] if "=" in word]

@@ -138,9 +138,10 @@ def test_the_optimizer_is_divided_by_the_replicas(random_model: Path) -> None:
 
 
 def test_the_largest_micro_batches_by_hand() -> None:
-    """Sequences of up to 1,000 tokens are packed together, so that 2,000 tokens may all be of images
-    and have eight keys each. A sequence of 3,000 tokens is packed alone: three images of at most
-    401,408 pixels have 512 tokens each, and an episode of 800,000 pixels has 1,020 image tokens.
+    """Sequences of up to 1,000 tokens are packed together, so that 2,000 tokens may all be of
+    images and have eight keys each. A sequence of 3,000 tokens is packed alone: three images of at
+    most 401,408 pixels have 512 tokens each, and an episode of 800,000 pixels has 1,020 image
+    tokens.
     """
     model = load_known_spec("Qwen/Qwen2.5-VL-7B-Instruct")
 

@@ -207,9 +207,9 @@ def test_a_part_of_the_layers_is_computed_again(tiny: StepTimeInputs) -> None:
 
 
 def test_episodes_that_go_on_by_hand(tiny: StepTimeInputs) -> None:
-    """With staleness 1, an engine has four episodes of 6 tokens in progress instead of two, and each
-    may take two steps: 3 decode steps instead of 6. The eight unfinished episodes, with 6.5 of 13
-    tokens and two patches each, are prefilled again."""
+    """With staleness 1, an engine has four episodes of 6 tokens in progress instead of two, and
+    each may take two steps: 3 decode steps instead of 6. The eight unfinished episodes, with 6.5 of
+    13 tokens and two patches each, are prefilled again."""
     wider = with_settings(tiny, engine={"max_num_seqs": 4})
     language, vision = parts(tiny)
     stale = rollout_seconds(with_settings(wider, run={"max_staleness": 1}))

@@ -47,7 +47,7 @@ def ask(text: str, color: str | None) -> list[Message]:
 
 
 async def talk(conversation: TokenConversation, steps: list[tuple[list[Message], int | None]]) -> None:
-    """Start with the first messages; further steps are (messages, index of the turn they follow)."""
+    """Start with the first messages; other steps are (messages, index of the turn they follow)."""
     assert await conversation.start(steps[0][0]) is None
     for messages, after_turn in steps[1:]:
         await conversation.generate(SamplingSettings(8, 1.0, seed=1))

@@ -201,8 +201,8 @@ gymnasium.register("Threaded-v0", Threaded)
 
 
 def test_what_the_import_starts_is_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If importing an environment starts a thread, as OpenGL does, each process imports it itself: a
-    forked process would not have the thread, but the locks that it holds.
+    """If importing an environment starts a thread, as OpenGL does, each process imports it itself:
+    a forked process would not have the thread, but the locks that it holds.
     """
     (tmp_path / "threaded_environments.py").write_text(IMPORTED)
     monkeypatch.syspath_prepend(tmp_path)

@@ -41,7 +41,7 @@ def make_room(*rows: str) -> Sokoban:
 
 
 def test_rewards_by_hand() -> None:
-    """A step costs 0.1; a box onto a target earns 1 and off it costs 1; the last box earns 10 more."""
+    """A step costs 0.1; a box onto a target earns 1, off it costs 1; the last box earns 10 more."""
     env = make_room("######", "#PXO #", "#  XO#", "######")
     assert [env.step(action)[1:4] for action in (UP, LEFT, RIGHT, RIGHT)] == [
         (pytest.approx(-0.1), False, False), (pytest.approx(-0.1), False, False),

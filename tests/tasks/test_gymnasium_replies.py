@@ -134,8 +134,8 @@ def test_the_reward_for_the_format_is_no_success(rewards: list[float], options: 
 
 
 def test_refusals() -> None:
-    """Spaces and names that tags cannot express are refused, and a history with more pictures than a
-    sequence may have.
+    """Spaces and names that tags cannot express are refused, and a history with more pictures than
+    a sequence may have.
     """
     for name, options, message in (
         ("AnySpace", {"kwargs": {"space": "box"}}, r"^task.options.reply=tags: supports only Discrete actions, but .* is \[number"),

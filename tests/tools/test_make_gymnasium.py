@@ -65,8 +65,8 @@ def play_in_pool(seed: int, replies: list[str], options: dict[str, Any]) -> tupl
 
 
 def test_transcripts_have_the_prompts_of_training(tmp_path: Path) -> None:
-    """Prompts, pictures and returns equal those of an episode in a process of the pool, in which the
-    same actions are played. The reader of stage=sft returns them.
+    """Prompts, pictures and returns equal those of an episode in a process of the pool, in which
+    the same actions are played. The reader of stage=sft returns them.
     """
     rows = make(tmp_path / "out", "--episodes", "2", "--first-seed", "3", "+task.options.kwargs.length=4")
     assert [(row["id"], row["step"]) for row in rows] == [(f"seed{seed}", step) for seed in (3, 4) for step in range(4)]
@@ -94,8 +94,8 @@ def test_transcripts_have_the_prompts_of_training(tmp_path: Path) -> None:
 
 
 def test_random_actions_are_played_and_not_imitated(tmp_path: Path) -> None:
-    """The environment receives a random action in the stated fraction of the turns, and the reply of
-    the demonstrator in the others. Transcripts have only the demonstrator's replies. A loop in
+    """The environment receives a random action in the stated fraction of the turns, and the reply
+    of the demonstrator in the others. Transcripts have only the demonstrator's replies. A loop in
     gymnasium that draws from the same generator receives the same actions.
     """
 
@@ -118,7 +118,7 @@ def test_random_actions_are_played_and_not_imitated(tmp_path: Path) -> None:
 
 
 def test_only_solved_episodes_are_written(tmp_path: Path) -> None:
-    """Gymnasium's own loop determines which seeds exceed the return; --all writes the others too."""
+    """Gymnasium's own loop determines which seeds are solved; --all writes the others too."""
     returns = {}
     for seed in range(12):
         env = gymnasium.make(f"{MODULE}:Walk-v0", render_mode="rgb_array", disable_env_checker=True)

@@ -14,7 +14,9 @@ from vllm.distributed.device_communicators.pynccl_wrapper import ncclDataTypeEnu
 
 TIMEOUT_S = 20.0
 NUM_BYTES = {ncclDataTypeEnum.ncclUint8: 1, ncclDataTypeEnum.ncclFloat32: 4}
-"""Bytes per element of the types that this trainer sends, and that vLLM warms communicators up with."""
+"""Bytes per element of the types that this trainer sends, and that vLLM warms communicators up
+with.
+"""
 
 
 @dataclass

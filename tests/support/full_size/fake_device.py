@@ -105,7 +105,7 @@ class FakeGpu(TorchDispatchMode):
                 self._copy(args[:1], to_device=there, non_blocking=kwargs.get("non_blocking", False))
 
     def _copy(self, tensors: tuple[torch.Tensor, ...], *, to_device: bool, non_blocking: bool) -> None:
-        """Count a copy between host and device, unless it is asynchronous from or to pinned memory."""
+        """Count a copy between host and device, unless it is asynchronous with pinned memory."""
         is_pinned = any(self._is_pinned(tensor) for tensor in tensors if not tensor.is_cuda)
         if is_pinned and non_blocking:
             return

@@ -1,5 +1,7 @@
 """Runs a recipe's forward passes and updates at full size on FakeTensors, and prints what it
-measured as JSON: `python -m tests.support.cuda tests/support/full_size/measure.py RECIPE STAGE KIND`.
+measured as JSON:
+
+    python -m tests.support.cuda tests/support/full_size/measure.py RECIPE STAGE KIND
 
 RECIPE is a name, or a name and overrides, separated by commas. STAGE is the pipeline stage of the
 rank, KIND a key of KINDS.

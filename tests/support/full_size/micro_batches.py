@@ -15,8 +15,8 @@ from megatron_rl.types import Image, MicroBatch, TokenSequence
 
 TEXT_ID = 11
 NUM_SHARING = MAX_KV_RATIO
-"""Number of responses that share a prompt. With seven eighths of the tokens in the prompt, attention
-gathers almost MAX_KV_RATIO keys per token."""
+"""Number of responses that share a prompt. With seven eighths of the tokens in the prompt,
+attention gathers almost MAX_KV_RATIO keys per token."""
 ON_HOST = ("grid_I3",)
 
 
@@ -54,7 +54,7 @@ def longest_sequence(model: ModelSpec, settings: Settings) -> list[TokenSequence
 
 
 def _extend_with_images(sequence: TokenSequence, model: ModelSpec, num_tokens: int, *, largest: int, name: str) -> None:
-    """Append images, each with a token before it and after it, until there are `num_tokens` tokens."""
+    """Append images, each with a token before and after it, until there are `num_tokens` tokens."""
     merge, stop, number = model.vision.spatial_merge_size, len(sequence.token_ids) + num_tokens, 0
     while stop - len(sequence.token_ids) > 2:
         size = min(largest, stop - len(sequence.token_ids) - 2)
@@ -78,7 +78,7 @@ def pack_one(sequences: list[TokenSequence], model: ModelSpec, settings: Setting
 
 
 def on_fake_device(batch: MicroBatch, mode: FakeTensorMode) -> MicroBatch:
-    """Return the micro-batch with FakeTensors on "cuda" in place of its tensors, except the grids."""
+    """Return the micro-batch with FakeTensors on "cuda" as its tensors, except the grids."""
     moved = {}
     for each in fields(batch):
         value = getattr(batch, each.name)
