@@ -15,15 +15,19 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import psutil
 from PIL import Image
 
 from megatron_rl.tasks.process_server import PR_SET_PDEATHSIG
 
 COMMANDS_FD, ANSWERS_FD = 3, 4
 """File descriptors at which Chromium expects its pipes (--remote-debugging-pipe)."""
+EXIT_TIMEOUT_S = 10
+"""Maximum time in seconds that Chromium's killed processes may need to exit."""
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe")
 # Pages are local files; nothing else is looked up.
@@ -107,9 +111,15 @@ class ChromiumPage:
         return np.array(Image.open(io.BytesIO(png)).convert("RGB"))
 
     def close(self) -> None:
-        """End Chromium and remove its profile."""
-        self._process.kill()
-        self._process.wait()
+        """End Chromium and all its processes, which write to its profile, and remove the profile."""
+        if self._process.poll() is None:
+            browser = psutil.Process(self._process.pid)
+            everyone = [browser, *browser.children(recursive=True)]
+            for each in everyone:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+            self._process.wait()
+            psutil.wait_procs(everyone, timeout=EXIT_TIMEOUT_S)
         self._commands.close()
         self._answers.close()
         self._profile.cleanup()
