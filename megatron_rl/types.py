@@ -25,7 +25,8 @@ if TYPE_CHECKING:  # environments and rewards create these records without impor
 Message = Mapping[str, Any]
 """One chat message in the format of Hugging Face chat templates: {"role": ..., "content": ...}. The
 content is a string or a list of parts. A part is {"type": "text", "text": ...} or
-{"type": "image", "image": a PIL image}.
+{"type": "image", "image": a PIL image}. An assistant message may have `tool_calls`, and the first
+message of a prompt `tools`, both in the format of OpenAI's API with the arguments as an object.
 """
 
 

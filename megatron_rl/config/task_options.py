@@ -273,11 +273,25 @@ class AgentOptions:
     program is looked up in PATH and runs in a folder of its own with the question in example.json,
     so name files by absolute paths. {question} in an argument is replaced by the question's text.
     """
+    url: str = ""
+    """Address of a service that runs the agents, in place of a command. Each episode is one POST
+    request, which is answered when the agent has ended (docs/own_agents.md).
+    """
+    host: str = "127.0.0.1"
+    """Address on which the run listens for the agents' requests. Agents on other machines need an
+    address of this machine; requests need a key in any case.
+    """
     processes: int = 64
     """Maximum number of agents that run at the same time; further episodes wait."""
+    ignore: list[str] = field(default_factory=list)
+    """Settings of requests that are ignored and counted instead of rejected, e.g.
+    [response_format]. The policy does not follow them.
+    """
 
     def __post_init__(self) -> None:
         require(self.processes >= 1, "task.options.processes", self.processes, "must be at least 1")
+        is_http = not self.url or self.url.startswith(("http://", "https://"))
+        require(is_http, "task.options.url", self.url, "must begin with http:// or https://")
 
 
 @dataclass

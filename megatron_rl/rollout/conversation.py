@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
+from megatron_rl.errors import PermanentInfraError
 from megatron_rl.rollout.engine import InferenceEngine, ResponseSize, SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.transcript_segments import extract_images
@@ -230,9 +231,15 @@ async def render_off_loop(renderer: Renderer, render_fn: Callable[[], T], messag
 
     `render_fn` renders `messages`. Images with fewer than Renderer.max_inline_pixels pixels in
     total are rendered in the event loop.
+
+    Raises:
+        PermanentInfraError: The chat template cannot render the messages.
     """
     pixels = sum(picture.width * picture.height for picture in extract_images(messages))
-    return render_fn() if pixels < renderer.max_inline_pixels else await renderer.run_in_thread(render_fn)
+    try:
+        return render_fn() if pixels < renderer.max_inline_pixels else await renderer.run_in_thread(render_fn)
+    except ValueError as error:
+        raise PermanentInfraError(str(error)) from error
 
 
 def copy_prefix(context: TokenSequence, length: int, *, image_token_id: int) -> TokenSequence:

@@ -135,7 +135,8 @@ async def _run_turns(
         state = env.state
         begun = clock()
         with timer("reply"):
-            text = await conversation.generate(SamplingSettings(settings.max_new_tokens, settings.temperature, seed=seed, stop=stop))
+            sampling = SamplingSettings(settings.max_new_tokens, settings.temperature, seed=seed, stop=(*stop, *env.stop))
+            text = await conversation.generate(sampling)
         asked = clock()
         if conversation.response_size is not None:
             env.note_response_size(conversation.response_size)

@@ -15,10 +15,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import torch
-from jinja2 import TemplateError
 from PIL.Image import Image as Picture
 from PIL.Image import Resampling
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -27,6 +26,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from megatron_rl.config import EngineSettings, ModelSettings, require
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.vocabulary import check_vocabulary
+from megatron_rl.rollout.chat_template import ChatTemplate
 from megatron_rl.rollout.processor import (
     check_determinism,
     check_model_fit,
@@ -100,7 +100,7 @@ class Renderer:
         for token in (*_NEVER_SAMPLED, "<|im_end|>"):
             require(token in known, "model.path", model.path, f"its tokenizer lacks {token}; use the checkpoint's own tokenizer")
         blanked = [token for token in known if token.startswith("<|") and not (allow_grounding_tokens and token in GROUNDING_TOKENS)]
-        self._special_token_pattern = re.compile("|".join(map(re.escape, blanked)))
+        self._template = ChatTemplate(self.processor, model.path, special_tokens=blanked)
         self.image_token_id, self.end_id = known["<|image_pad|>"], known["<|im_end|>"]
         self.stop_ids = [self.end_id]
         vocab = self.tokenizer.get_vocab()
@@ -124,12 +124,12 @@ class Renderer:
         template = self.processor.chat_template
         assert isinstance(template, str), "load_processor sets it"
         require_bounded_template(template, model.path)
-        check_template(self._apply_template, model.path)
-        self.continuation_problem = find_continuation_problem(self._apply_template, model.path)
+        check_template(self._template.apply, model.path)
+        self.continuation_problem = find_continuation_problem(self._template.apply, model.path)
         """Reason why messages cannot be appended after a response; empty if they can."""
         check_determinism(template, model.path)
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
-        self._dummy, self._dummy_text = dummy, self._render_messages(dummy).removesuffix("\n")
+        self._dummy, self._dummy_text = dummy, self._template.render(dummy).removesuffix("\n")
 
     def require_continuation(self) -> None:
         """Raise ValueError unless the chat template allows appending messages after a response."""
@@ -247,7 +247,7 @@ class Renderer:
     def prompt(self, messages: Sequence[Message]) -> TokenSequence:
         """Render messages as a new sequence that ends where the assistant's response begins."""
         context = TokenSequence()
-        self._append_text(context, self._render_messages(messages, add_generation_prompt=True), self._process_images(messages))
+        self._append_text(context, self._template.render(messages, add_generation_prompt=True), self._process_images(messages))
         return context
 
     def observation(self, context: TokenSequence, messages: Sequence[Message]) -> TokenSequence:
@@ -257,8 +257,10 @@ class Renderer:
         end-of-turn token is inserted first. The policy did not sample this token, so the loss mask
         excludes it.
         """
-        whole = self._render_messages([*self._dummy, *messages], add_generation_prompt=True)
-        assert whole.startswith(self._dummy_text), self.continuation_problem
+        whole = self._template.render([*self._dummy, *messages], add_generation_prompt=True)
+        if not whole.startswith(self._dummy_text):
+            problem = self.continuation_problem or "its chat template renders the response differently before these messages"
+            raise ValueError(f"model.path={self._path}: {problem}")
         closing = "" if context.token_ids[-1] == self.end_id else "<|im_end|>"
         more = TokenSequence()
         self._append_text(more, closing + whole.removeprefix(self._dummy_text), self._process_images(messages))
@@ -275,7 +277,7 @@ class Renderer:
                 must not be sampled.
         """
         context = TokenSequence()
-        for piece in split_transcript(messages, self._render_messages):
+        for piece in split_transcript(messages, self._template.render):
             self._append_text(context, piece.observation, self._process_images(piece.messages))
             reply = self._tokenize(piece.reply)
             banned = next((token for token in reply if token in self._never_sampled), None)
@@ -292,7 +294,7 @@ class Renderer:
         """
         num_text = sum(
             len(self._tokenize(text))
-            for piece in split_transcript(messages, self._render_messages)
+            for piece in split_transcript(messages, self._template.render)
             for text in (piece.observation, piece.reply)
         )
         pixels = (width * height for width, height in itertools.starmap(self.final_size, sizes))
@@ -316,39 +318,12 @@ class Renderer:
                 return number
         return len(token_ids) - 1
 
-    def _render_messages(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        try:
-            return self._apply_template([self._escape_message(message) for message in messages], add_generation_prompt)
-        except TemplateError as error:
-            raise ValueError(f"model.path={self._path}: its chat template cannot render these messages: {error}") from error
-
-    def _apply_template(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        return self.processor.apply_chat_template(cast(Any, messages), tokenize=False, add_generation_prompt=add_generation_prompt)
-
-    def _escape_message(self, message: Message) -> Message:
-        """Return the message with the names of special tokens escaped in its text.
-
-        Text from a dataset, a user or a tool must not be tokenized as special tokens. Messages of
-        the assistant stay unchanged.
-        """
-        content = message["content"]
-        if message["role"] == "assistant":
-            return message
-        if isinstance(content, str):
-            return {**message, "content": self._escape_special_tokens(content)}
-        parts = [{**part, "text": self._escape_special_tokens(part["text"])} if part["type"] == "text" else part for part in content]
-        return {**message, "content": parts}
-
     def find_special_token(self, text: str) -> str:
         """Return the first special-token name in a text from the dataset, or ''.
 
         In prompts, such a name is escaped by inserting a space.
         """
-        found = self._special_token_pattern.search(text)
-        return found[0] if found else ""
-
-    def _escape_special_tokens(self, text: str) -> str:
-        return self._special_token_pattern.sub(lambda name: f"< {name[0][1:]}", text)
+        return self._template.find_special_token(text)
 
     def _tokenize(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -362,7 +337,8 @@ class Renderer:
         for token in self._tokenize(text):
             repeats = next(remaining).num_tokens if token == self.image_token_id else 1
             expanded.extend([token] * repeats)
-        assert next(remaining, None) is None, "the chat template placed fewer images than the messages contain"
+        if next(remaining, None) is not None:
+            raise ValueError(f"model.path={self._path}: its chat template renders fewer images than the messages contain")
         context.extend(expanded, images=tuple(images))
 
 

@@ -72,6 +72,11 @@ class Env(ABC):
         """
         return ""
 
+    @property
+    def stop(self) -> Sequence[str]:
+        """Strings that end the next response, in addition to those of the task (Task.stop)."""
+        return ()
+
     @abstractmethod
     async def reset(self, seed: int) -> list[Message]:
         """Start the episode and return the messages of the prompt."""

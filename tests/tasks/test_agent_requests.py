@@ -10,6 +10,7 @@ from PIL import Image as pil
 
 from megatron_rl.tasks.agent.chat_request import MAX_IMAGES, RequestError, parse_request
 from megatron_rl.tasks.agent.session import Continuation, SessionTree
+from megatron_rl.tasks.agent.tool_calls import ParsedResponse
 
 
 def data_url(color: str, *, file_format: str = "PNG", size: tuple[int, int] = (8, 8)) -> str:
@@ -24,6 +25,10 @@ def image(url: str) -> dict:
 
 def body(*messages: dict, **more: object) -> bytes:
     return json.dumps({"model": "policy", "messages": list(messages) or [{"role": "user", "content": "Hi"}], **more}).encode()
+
+
+def call(name: str, arguments: str | dict, **more: object) -> dict:
+    return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}, **more}
 
 
 def test_equal_pixels_have_equal_keys_whatever_their_encoding() -> None:
@@ -46,7 +51,10 @@ def test_equal_pixels_have_equal_keys_whatever_their_encoding() -> None:
 
 def test_settings_are_replaced_and_counted() -> None:
     asked = parse_request(body(temperature=0.3, max_tokens=5, n=1, tools=[], user="me", logprobs=False, stop=None, top_p=None))
-    assert asked.replaced == ("max_tokens", "temperature") and not asked.is_streamed
+    assert asked.replaced == ("max_tokens", "temperature") and not asked.is_streamed and (asked.num_choices, asked.stop) == (1, ())
+    asked = parse_request(body(tool_choice="required", parallel_tool_calls=True, logprobs=True, n=3, stop="x"), ignored=("logprobs",))
+    assert asked.replaced == ("logprobs", "tool_choice") and (asked.num_choices, asked.stop, asked.has_tools) == (3, ("x",), False)
+    assert parse_request(body(tool_choice="auto", parallel_tool_calls=False)).replaced == ("parallel_tool_calls",)
     assert parse_request(body(model="gpt-4o", stream=True, stream_options={"include_usage": True})).has_usage_chunk
     assert parse_request(body(model="gpt-4o")).replaced == ("model",)
 
@@ -58,11 +66,21 @@ def test_settings_are_replaced_and_counted() -> None:
         (b"[]", "body: Input should be an object"),
         (b'{"model": "policy", "messages": []}', "at least 1 item"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}], "model": "a"}', "Invalid JSON"),
-        (body(n=2), "n: 2 is not supported"),
-        (body(tools=[{"type": "function"}]), "tools: .* is not supported"),
+        (body(n=0), "n: Input should be greater than or equal to 1"),
+        (body(logprobs=True), "logprobs: true is not supported; remove this setting, or add it to task.options.ignore="),
+        (body(stop=["a", ""]), "stop: at most 4 strings with 1 to 64 characters"),
+        (body(stop=list("abcde")), "stop: at most 4 strings"),
+        (body(tools=[{"type": "function"}]), "tools.0.function: Field required"),
+        (body(tools=[{"type": "function", "function": {"name": "a b"}}]), "tools.0.function.name: String should match pattern"),
         (body(magic=1), "magic: unknown setting"),
-        (body({"role": "tool", "content": "4", "tool_call_id": "a"}), "'tool' is not supported"),
-        (body({"role": "user", "content": "Hi", "tool_calls": [{}]}), "tool_calls: is not supported"),
+        (body({"role": "critic", "content": "4"}), "'critic' is not supported"),
+        (body({"role": "user", "content": "Hi", "tool_calls": [call("add", "{}")]}), "only assistant messages have calls"),
+        (body({"role": "assistant", "tool_calls": [call("add", "[1]")]}, {"role": "user", "content": "?"}), "are not a JSON object"),
+        (
+            body({"role": "assistant", "tool_calls": [call("add", '{"a": "<|image_pad|>"}')]}, {"role": "user", "content": "?"}),
+            "vision marker",
+        ),
+        (body({"role": "user", "content": "Hi", "audio": {"id": 1}}), "audio: is not supported"),
         (body({"role": "user", "content": [{"type": "input_audio"}]}), "messages.0.content.0.type: Input should be 'text' or 'image_url'"),
         (body({"role": "user", "content": [{"type": "text", "text": "a", "magic": 1}]}), "messages.0.content.0.magic: Extra inputs"),
         (body({"role": "assistant", "content": "Hi"}), "the last message is the assistant's"),
@@ -123,8 +141,14 @@ def test_the_longest_known_history_is_continued(seed: int) -> None:
         for turn, history in enumerate(histories):
             if messages[: len(history)] == history and len(history) < len(messages) and len(history) >= best.num_known:
                 best = Continuation(turn, len(history))
-        assert tree.find(keys) == best
+        found = tree.find(keys)
+        assert (found.turn, found.num_known) == (best.turn, best.num_known)
+        asked = [
+            len(history) - 1 for history in histories if messages[: len(history) - 1] == history[:-1] and len(history) <= len(messages)
+        ]
+        shortest = min((size for size in asked if size > best.num_known), default=None)
+        assert (found.edited is None) == (shortest is None) and (found.edited is None or found.edited[1] == shortest)
         response = rng.choice(["a", "b", "", " a"])
-        tree.add(keys, response)
+        tree.add(keys, response, [ParsedResponse(response)])
         histories.append([*messages, ("assistant", response)])
     assert tree.num_turns == 30

@@ -1,12 +1,10 @@
 """Tests task=agent with real agent processes, the real server and a scripted engine."""
 
-import asyncio
 import json
 import re
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,66 +15,15 @@ from megatron_rl.config import ModelSettings, TaskSettings
 from megatron_rl.config.rollout import DataSettings, JudgeSettings
 from megatron_rl.config.task_options import AgentOptions
 from megatron_rl.registry import build_task
-from megatron_rl.rollout.conversation import SequenceLimits, TokenConversation
-from megatron_rl.rollout.engine import Completion, SamplingSettings
-from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.agent.task import AgentTask
-from megatron_rl.types import Image, Rollout, Status, StopReason
-from tests.conftest import ROOT, SUPPORT
-
-AGENT = SUPPORT / "agents" / "talking_agent.py"
-SETTINGS = EpisodeSettings(
-    temperature=1.0, max_turns=6, max_new_tokens=8, max_sequence_tokens=4000, max_images=8, env_timeout_s=60.0, seed=0
-)
+from megatron_rl.types import Status, StopReason
+from tests.conftest import ROOT
+from tests.support.agent_episodes import SETTINGS, as_text, play
 
 
 @pytest.fixture(scope="module")
 def renderer(random_model: Path) -> Renderer:
     return Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=3136))
-
-
-@dataclass
-class Counting:
-    """Engine that responds with the number of the request as a word: `r0`, `r1`, ..."""
-
-    renderer: Renderer
-    weight_version: int = 0
-    contexts: list[list[int]] = field(default_factory=list)
-
-    async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
-        await asyncio.sleep(0.05)  # lets requests arrive at the same time
-        self.contexts.append(list(token_ids))
-        ids = [*self.renderer.tokenizer(f"r{len(self.contexts) - 1}")["input_ids"], self.renderer.end_id]
-        return Completion(ids, [-0.5] * len(ids), is_stopped=True, weight_versions=[0] * len(ids))
-
-
-def make_task(folder: Path, mode: str, *, command: Sequence[str] = (), system: str = "") -> AgentTask:
-    pil.new("RGB", (60, 60), "red").save(folder / "red.png")
-    row = {"question": "<image>Which color?", "answer": "r1", "images": ["red.png"], **({"system": system} if system else {})}
-    (folder / "q.jsonl").write_text(json.dumps(row) + "\n")
-    data = DataSettings(train=[str(folder / "q.jsonl")], eval=[str(folder / "q.jsonl")])
-    options = AgentOptions(command=list(command) or [sys.executable, str(AGENT), mode])
-    return AgentTask(TaskSettings(name="agent", data=data, options=options))
-
-
-def play(folder: Path, renderer: Renderer, mode: str, *, settings: EpisodeSettings = SETTINGS, **given: object) -> tuple[Rollout, Counting]:
-    task, engine = make_task(folder, mode, **given), Counting(renderer)
-
-    async def run() -> Rollout:
-        await task.start()
-        try:
-            conversation = TokenConversation(engine, renderer, SequenceLimits(max_sequence_tokens=4000, max_images=8))
-            (example,) = task.examples("train")
-            return await run_episode(task, example, conversation=conversation, settings=settings, group=0, sample_index=0)
-        finally:
-            await task.close()
-
-    return asyncio.run(run()), engine
-
-
-def as_text(renderer: Renderer, tokens: Sequence[int]) -> str:
-    return renderer.tokenizer.decode(tokens).replace("<|image_pad|>", "")
 
 
 def test_an_unmodified_client_continues_its_own_tokens(renderer: Renderer, tmp_path: Path) -> None:
@@ -125,7 +72,7 @@ def test_branches_and_new_prompts(renderer: Renderer, tmp_path: Path) -> None:
     """A second continuation of the first response branches off; a history without or with an edited
     response is a new prompt, and its assistant messages have no loss."""
     rollout, _ = play(tmp_path, renderer, "branches")
-    assert rollout.reason == "1 continued, 1 branched, 2 new prompts, replaced model"
+    assert rollout.reason == ("1 continued, 1 branched, 2 new prompts, replaced model, response 0 was returned changed: 'r0' became 'R0!'")
     first, second, third, fourth = rollout.sequences
     texts = [as_text(renderer, context.token_ids) for context in rollout.sequences]
     assert texts[0].endswith("r0<|im_end|>\n<|im_start|>user\nContinue.<|im_end|>\n<|im_start|>assistant\nr1<|im_end|>")

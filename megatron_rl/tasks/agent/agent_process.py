@@ -1,11 +1,16 @@
-"""Process of one agent, which is ended together with all processes that it starts."""
+"""Agent of one episode: a process with all processes that it starts, or a request to a service."""
 
 import asyncio
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+import httpx
 
 from megatron_rl import supervisor
 from megatron_rl.supervisor import STOP_TIMEOUT_S, TORCHRUN_PREFIXES
@@ -14,13 +19,37 @@ from megatron_rl_sandbox.token import USER_KEY_VARIABLES
 MAX_OUTPUT_BYTES = 64 << 10
 """Number of bytes that are kept from the end of the agent's output."""
 _CHUNK_BYTES = 64 << 10
+MAX_QUOTED_CHARS = 300
+
+
+@dataclass(slots=True, frozen=True)
+class AgentExit:
+    """How an agent ended."""
+
+    result: str
+    """Result of the agent; for a process, the last line that it printed."""
+    description: str
+    """How the agent ended, for an error message."""
+    is_failed: bool = False
+
+
+class Agent(Protocol):
+    """Agent of one episode."""
+
+    async def wait(self) -> AgentExit:
+        """Return once the agent has ended."""
+        ...
+
+    async def stop(self) -> None:
+        """End the agent."""
+        ...
 
 
 class AgentProcess:
     """Agent that runs under a supervisor (supervisor.py)."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, command: Sequence[str], folder: Path) -> None:
+        self._process, self._command, self._folder = process, command, folder
         self._tails = {"stdout": b"", "stderr": b""}
         assert process.stdout is not None and process.stderr is not None
         self._readers = [
@@ -30,9 +59,9 @@ class AgentProcess:
 
     @classmethod
     async def start(cls, command: Sequence[str], *, folder: Path, environment: Mapping[str, str]) -> "AgentProcess":
-        """Start the agent in a folder. `environment` is added to the run's own environment.
+        """Start the agent in a folder of its own, which is removed when it is stopped.
 
-        The agent inherits neither torchrun's variables nor the user's keys.
+        `environment` is added to the run's own environment. The agent inherits neither torchrun's variables nor the user's keys.
         """
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_PREFIXES) and name not in USER_KEY_VARIABLES
@@ -41,21 +70,24 @@ class AgentProcess:
             sys.executable, "-I", supervisor.__file__, *command, cwd=folder, env={**inherited, **environment},
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
-        return cls(process)
+        return cls(process, command, folder)
 
-    async def wait(self) -> int:
-        """Return the exit code once the agent has ended and its output is read."""
+    async def wait(self) -> AgentExit:
+        """Return once the agent has ended and its output is read."""
         code = await self._process.wait()
         await asyncio.gather(*self._readers)
-        return code
+        printed = self._last_line("stdout")
+        said = self._last_line("stderr") or printed or "no output"
+        described = f"the agent exited with code {code} ({said[:MAX_QUOTED_CHARS]})"
+        return AgentExit(printed, f"task.options.command={' '.join(self._command)}: {described}", is_failed=code != 0)
 
-    def last_line(self, stream: str) -> str:
+    def _last_line(self, stream: str) -> str:
         """Return the last line of stdout or stderr that is not blank; empty if there is none."""
         lines = self._tails[stream].decode(errors="replace").strip().splitlines()
         return lines[-1].strip() if lines else ""
 
     async def stop(self) -> None:
-        """End the agent and everything that it has started."""
+        """End the agent and everything that it has started, and remove its folder."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -66,7 +98,45 @@ class AgentProcess:
                 self._process.kill()
         for reader in self._readers:
             reader.cancel()
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _read(self, name: str, stream: asyncio.StreamReader) -> None:
         while chunk := await stream.read(_CHUNK_BYTES):
             self._tails[name] = (self._tails[name] + chunk)[-MAX_OUTPUT_BYTES:]
+
+
+class AgentService:
+    """Agent that a service runs: one request, with a response when the agent has ended."""
+
+    def __init__(self, url: str, episode: Mapping[str, object]) -> None:
+        """Send the request. `episode` is its body, in JSON."""
+        self._url = url
+        self._response = asyncio.create_task(self._post(episode))
+
+    async def wait(self) -> AgentExit:
+        """Return once the service has responded."""
+        return await self._response
+
+    async def stop(self) -> None:
+        """Close the connection, so that the service can end the agent."""
+        self._response.cancel()
+        await asyncio.wait((self._response,))
+
+    async def _post(self, episode: Mapping[str, object]) -> AgentExit:
+        # task.env_timeout_s limits the time between two requests of the agent, and after the last one.
+        try:
+            async with (
+                httpx.AsyncClient(timeout=None, trust_env=False) as client,
+                client.stream("POST", self._url, json=episode) as response,
+            ):
+                body = b""
+                async for chunk in response.aiter_bytes():
+                    body = (body + chunk)[-MAX_OUTPUT_BYTES:]
+        except httpx.HTTPError as error:
+            return self._describe(f"{type(error).__name__} {str(error)[:MAX_QUOTED_CHARS]}", is_failed=True)
+        text = body.decode(errors="replace").strip()
+        described = f"the service responded with status {response.status_code} ({text[-MAX_QUOTED_CHARS:] or 'no text'})"
+        return self._describe(described, is_failed=response.status_code != httpx.codes.OK, result=(text.splitlines() or [""])[-1].strip())
+
+    def _describe(self, described: str, *, is_failed: bool, result: str = "") -> AgentExit:
+        return AgentExit(result, f"task.options.url={self._url}: {described}", is_failed=is_failed)

@@ -2,13 +2,14 @@
 
 The policy is trained on what it samples, so its sampling settings are those of the run. Settings of
 a request that would change the distribution of single tokens are replaced by the run's and counted.
-Settings that the policy cannot follow at all are rejected.
+Settings that the policy cannot follow at all are rejected, unless the run ignores them
+(task.options.ignore), which is counted as well.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from megatron_rl.data.image_bytes import decode_data_url
 from megatron_rl.data.images import StoredImage
 from megatron_rl.errors import InfraError
 from megatron_rl.rollout.engine import ResponseSize
+from megatron_rl.tasks.agent.tool_calls import MAX_CALLS, MAX_TOOLS, CallInMessage, FunctionCall, ToolSchema, parse_calls
 from megatron_rl.types import Message
 
 MODEL = "policy"
@@ -29,18 +31,23 @@ REPLACED = {
 }  # fmt: skip
 """Settings of a request that are replaced by those of the run."""
 WITHOUT_EFFECT = {
-    "stream", "stream_options", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "tool_choice", "reasoning_effort",
-    "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "verbosity", "model", "messages",
+    "user", "metadata", "store", "service_tier", "reasoning_effort", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "verbosity",
 }  # fmt: skip
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "n": (1,), "stop": ([],), "logit_bias": ({},), "response_format": ({"type": "text"},), "tools": ([],), "functions": ([],),
-    "function_call": ("none", "auto"), "logprobs": (False,), "top_logprobs": (0,), "modalities": (["text"],),
+    "logit_bias": ({},), "response_format": ({"type": "text"},), "functions": ([],), "function_call": ("none", "auto"),
+    "logprobs": (False,), "top_logprobs": (0,), "modalities": (["text"],),
 }  # fmt: skip
-"""Values of the unsupported settings that change nothing; every other value is rejected."""
+"""Values of the unsupported settings that change nothing; other values are rejected or ignored."""
+NEUTRAL_IF_REPLACED: Mapping[str, object] = {"tool_choice": "auto", "parallel_tool_calls": True}
+"""Values of further settings that need not be replaced, because the policy follows them anyway."""
 VISION_MARKERS = re.compile(r"<\|(?:vision_start|vision_end|vision_pad|image_pad|video_pad)\|>")
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+IMAGE_ROLES = ("user", "tool")
 MAX_MESSAGES, MAX_IMAGES = 2000, 256
 """Maximum number of messages and images in a request."""
+MAX_CHOICES = 64
+MAX_STOP_STRINGS, MAX_STOP_CHARS = 4, 64
 
 
 class RequestError(ValueError):
@@ -79,6 +86,8 @@ class ChatMessage(BaseModel):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    tool_calls: list[CallInMessage] | None = Field(None, max_length=MAX_CALLS)
+    tool_call_id: str | None = None
 
 
 class ChatBody(BaseModel):
@@ -87,6 +96,9 @@ class ChatBody(BaseModel):
     model_config = ConfigDict(extra="allow")
     model: str
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: list[ToolSchema] | None = Field(None, max_length=MAX_TOOLS)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
@@ -97,27 +109,37 @@ class ChatRequest:
 
     messages: list[Message]
     keys: list[str]
-    """Digest of each message: its role, texts and the pixels of its images. Messages with equal
-    keys are rendered as the same tokens.
+    """Digest of each message: its role, texts, tool calls and the pixels of its images; the first
+    key depends on the tools as well. Messages with equal keys have the same meaning for the policy:
+    they may differ in how an image or the arguments of a call are encoded.
     """
     is_streamed: bool
     has_usage_chunk: bool
     """True if the client requests the token counts at the end of a stream."""
     replaced: tuple[str, ...]
-    """Names of the settings in the request that were replaced by those of the run."""
+    """Names of the settings in the request that were replaced by those of the run, or ignored."""
+    num_choices: int = 1
+    stop: tuple[str, ...] = ()
+    """Strings that end the response."""
+    has_tools: bool = False
 
 
 @dataclass(slots=True, frozen=True)
 class ChatResponse:
     """Response of the policy to one request."""
 
-    text: str
+    content: str
+    calls: tuple[FunctionCall, ...]
     size: ResponseSize | None
     """Numbers of tokens; None if unknown."""
 
 
-def parse_request(body: bytes) -> ChatRequest:
+def parse_request(body: bytes, *, ignored: Sequence[str] = ()) -> ChatRequest:
     """Parse and check a request. Images are decoded, so call this function in a thread.
+
+    Args:
+        body: JSON.
+        ignored: Unsupported settings that are ignored if a request has them.
 
     Raises:
         RequestError: The request is invalid, or asks for something that is not supported.
@@ -130,30 +152,48 @@ def parse_request(body: bytes) -> ChatRequest:
         param = ".".join(str(place) for place in deepest["loc"] if place != "list[ContentPart]")[:100] or "body"
         raise RequestError(f"{param}: {deepest['msg'][:200]}", param=param, code="invalid_value") from error
     extra = asked.model_extra or {}
-    for name, value in extra.items():
-        _check_setting(name, value)
+    replaced = {name for name, value in extra.items() if _is_replaced(name, value, ignored)} | (
+        {"model"} if asked.model != MODEL else set()
+    )
+    stop = _parse_stop(asked.stop)
     messages = [_parse_message(message, f"messages[{index}]") for index, message in enumerate(asked.messages)]
     num_images = sum(part["type"] == "image" for message in messages for part in message["content"])
     if num_images > MAX_IMAGES:
         raise RequestError(f"messages: {num_images} images; at most {MAX_IMAGES} are allowed", param="messages")
     if messages[-1]["role"] == "assistant":
         raise RequestError(f"messages[{len(messages) - 1}]: the last message is the assistant's; add a user message", param="messages")
-    replaced = sorted({name for name in REPLACED if extra.get(name) is not None} | ({"model"} if asked.model != MODEL else set()))
+    if asked.tools:
+        tools = [tool.model_dump(exclude_unset=True) for tool in asked.tools]
+        messages[0] = {**messages[0], "tools": tools}
     return ChatRequest(
         messages=messages,
         keys=[message_key(message) for message in messages],
         is_streamed=bool(asked.stream),
         has_usage_chunk=bool((asked.stream_options or {}).get("include_usage")),
-        replaced=tuple(replaced),
+        replaced=tuple(sorted(replaced)),
+        num_choices=asked.n or 1,
+        stop=stop,
+        has_tools=bool(asked.tools),
     )
 
 
-def _check_setting(name: str, value: object) -> None:
-    if value is None or name in REPLACED or name in WITHOUT_EFFECT or value in NEUTRAL.get(name, ()):
-        return
+def _is_replaced(name: str, value: object, ignored: Sequence[str]) -> bool:
+    """Return True if a setting is replaced or ignored, and False if it has no effect."""
+    if value is None or name in WITHOUT_EFFECT or value in NEUTRAL.get(name, ()) or value == NEUTRAL_IF_REPLACED.get(name, ()):
+        return False
+    if name in REPLACED or name in NEUTRAL_IF_REPLACED or name in ignored:
+        return True
     if name not in NEUTRAL:
         raise RequestError(f"{name[:60]}: unknown setting; remove it", param=name[:60], code="unknown_parameter")
-    raise RequestError(f"{name}: {json.dumps(value)[:60]} is not supported; remove this setting", param=name)
+    remedy = f"remove this setting, or add it to task.options.ignore=[{name}]"
+    raise RequestError(f"{name}: {json.dumps(value)[:60]} is not supported; {remedy}", param=name)
+
+
+def _parse_stop(stop: str | list[str] | None) -> tuple[str, ...]:
+    strings = [stop] if isinstance(stop, str) else stop or []
+    if len(strings) > MAX_STOP_STRINGS or not all(1 <= len(each) <= MAX_STOP_CHARS for each in strings):
+        raise RequestError(f"stop: at most {MAX_STOP_STRINGS} strings with 1 to {MAX_STOP_CHARS} characters are allowed", param="stop")
+    return tuple(strings)
 
 
 def _parse_message(message: ChatMessage, where: str) -> Message:
@@ -173,14 +213,25 @@ def _parse_message(message: ChatMessage, where: str) -> Message:
             found[-1] = {"type": "text", "text": f"{found[-1]['text']}{part.text}"}
         elif part.text:
             found.append({"type": "text", "text": part.text})
-    if role == "assistant" and any(VISION_MARKERS.search(str(part["text"])) for part in found):
+    calls = _parse_message_calls(message, role, where)
+    written = [str(part.get("text", "")) for part in found] + [call.key for call in calls]
+    if role == "assistant" and any(VISION_MARKERS.search(text) for text in written):
         raise RequestError(f"{where}: contains a vision marker, which the policy never samples; remove it", param=where)
-    return {"role": role, "content": found}
+    return {"role": role, "content": found, **({"tool_calls": [call.to_message() for call in calls]} if calls else {})}
+
+
+def _parse_message_calls(message: ChatMessage, role: str, where: str) -> list[FunctionCall]:
+    if message.tool_calls and role != "assistant":
+        raise RequestError(f"{where}.tool_calls: only assistant messages have calls; remove this field", param=where)
+    try:
+        return parse_calls(message.tool_calls or [])
+    except ValueError as error:
+        raise RequestError(f"{where}.tool_calls: {error}", param=where, code="invalid_value") from error
 
 
 def _open_image(part: ContentPart, role: str, where: str) -> Picture:
     url = part.image_url.url if part.image_url is not None else ""
-    if role != "user":
+    if role not in IMAGE_ROLES:
         raise RequestError(f"{where}: an image in a message of the {role}; move it to a user message", param=where)
     if not url.lstrip()[:5].lower() == "data:":
         raise RequestError(f"{where}.image_url.url: only data: URLs are supported, not {url[:60]!r}", param=where, code="invalid_image_url")
@@ -190,9 +241,10 @@ def _open_image(part: ContentPart, role: str, where: str) -> Picture:
         raise RequestError(f"{where}: {str(error).removeprefix(f'{where}: ')[:200]}", param=where, code="invalid_image_url") from error
 
 
-def make_response_message(text: str) -> Message:
+def make_response_message(content: str, calls: Sequence[FunctionCall] = ()) -> Message:
     """Return a response as the message that a later request contains."""
-    return {"role": "assistant", "content": [{"type": "text", "text": text}] if text else []}
+    parts = [{"type": "text", "text": content}] if content else []
+    return {"role": "assistant", "content": parts, **({"tool_calls": [call.to_message() for call in calls]} if calls else {})}
 
 
 def message_key(message: Message) -> str:
@@ -205,4 +257,8 @@ def message_key(message: Message) -> str:
             picture: Picture = part["image"]
             content = f"{picture.mode} {picture.size} ".encode() + picture.tobytes()
         digest.update(f"\0{part['type']} {len(content)}\0".encode() + content)
+    if "tool_calls" in message:
+        digest.update(f"\0tool_calls {json.dumps(message['tool_calls'], sort_keys=True)}".encode())
+    if "tools" in message:
+        digest.update(f"\0tools {json.dumps(message['tools'])}".encode())
     return digest.hexdigest()

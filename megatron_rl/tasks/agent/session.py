@@ -4,8 +4,8 @@ A request contains the whole conversation. If its beginning equals the messages 
 request and the response to it, the policy's tokens are continued as they were sampled; only the
 messages after that response are tokenized. A request that changes or leaves out earlier messages
 continues the longest unchanged part that ends with a response, or starts a new prompt. Responses
-are compared as text: an agent that edits a response, for example by removing white space, starts a
-new prompt, in which the edited response was not sampled and has no loss.
+are compared by their text and tool calls: an agent that edits a response, for example by removing
+white space, starts a new prompt, in which the edited response was not sampled and has no loss.
 """
 
 import hashlib
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.tasks.agent.chat_request import make_response_message, message_key
+from megatron_rl.tasks.agent.tool_calls import ParsedResponse
+from megatron_rl.types import Message
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,6 +24,10 @@ class Continuation:
     turn: int | None
     """Index of the turn; None if the request starts a new prompt."""
     num_known: int
+    edited: tuple[int, int] | None = None
+    """Index of a turn with an earlier part of the request, and index of the message that the
+    request contains in place of that turn's response; None if there is no such turn.
+    """
 
 
 @dataclass(slots=True)
@@ -30,6 +36,10 @@ class SessionTree:
 
     _turns: dict[str, int] = field(default_factory=dict)
     """Maps the digest of all messages up to and including a response to the turn's index."""
+    _requests: dict[str, int] = field(default_factory=dict)
+    """Maps the digest of the messages of a request to the index of its last turn."""
+    _texts: dict[str, str] = field(default_factory=dict)
+    """Maps the key of a response with tool calls, as a message, to the text that was sampled."""
     num_turns: int = 0
 
     def find(self, keys: Sequence[str]) -> Continuation:
@@ -38,23 +48,52 @@ class SessionTree:
         Of several turns with equal messages, the last one is returned.
         """
         paths = _path_digests(keys[:-1])
+        edited = None
         for num_known in range(len(paths), 0, -1):
             turn = self._turns.get(paths[num_known - 1])
             if turn is not None:
-                return Continuation(turn, num_known)
-        return Continuation(None, 0)
+                return Continuation(turn, num_known, edited)
+            asked = self._requests.get(paths[num_known - 1])
+            if asked is not None:
+                edited = (asked, num_known)
+        return Continuation(None, 0, edited)
 
-    def add(self, keys: Sequence[str], response: str) -> None:
-        """Record the next turn: the messages of its request, and the response."""
-        path = _path_digests([*keys, message_key(make_response_message(response))])
-        self._turns[path[-1]] = self.num_turns
+    def add(self, keys: Sequence[str], text: str, forms: Sequence[ParsedResponse]) -> None:
+        """Record the next turn.
+
+        Args:
+            keys: Keys of the messages of its request.
+            text: Sampled text.
+            forms: Response in each form in which later requests may contain it.
+        """
+        path = _path_digests(keys)[-1]
+        self._requests[path] = self.num_turns
+        for form in forms:
+            key = message_key(make_response_message(form.content, form.calls))
+            self._turns[_extend_path(path, key)] = self.num_turns
+            if form.calls:
+                self._texts[key] = text
         self.num_turns += 1
+
+    def restore_texts(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
+        """Return the messages with the sampled text in place of each known response with calls.
+
+        Without this, a tool call in a new prompt is rendered by the chat template, which may write
+        it differently.
+        """
+        return [
+            make_response_message(self._texts[key]) if key in self._texts else message for message, key in zip(messages, keys, strict=True)
+        ]
 
 
 def _path_digests(keys: Sequence[str]) -> list[str]:
     """Return the digest of every non-empty prefix of the keys."""
     digests, path = [], ""
     for key in keys:
-        path = hashlib.blake2b(f"{path} {key}".encode(), digest_size=16).hexdigest()
+        path = _extend_path(path, key)
         digests.append(path)
     return digests
+
+
+def _extend_path(path: str, key: str) -> str:
+    return hashlib.blake2b(f"{path} {key}".encode(), digest_size=16).hexdigest()

@@ -3,8 +3,8 @@
 The agent is any program that uses OpenAI's chat completions: the task sets OPENAI_BASE_URL and
 OPENAI_API_KEY. Everything that the agent samples is trained on with the reward of its result, which
 is the last line that it prints. The reward `accuracy` compares the result with the reference
-answer. The reward `reported` reads it: {"reward": 0.5}. An episode that ends at a limit of the
-policy has no result, and the reward 0.
+answer. The reward `reported` reads it: {"reward": 0.5}. The reward `posted` is posted with a second
+key. An episode that ends at a limit of the policy has no result, and the reward 0.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from megatron_rl.rewards.algebra import MathVerifier
 from megatron_rl.rewards.rubric import RewardInput, RewardTerm, Rubric
 from megatron_rl.rollout.task import require_options
 from megatron_rl.tasks.agent.environment import ExternalAgentEnv
+from megatron_rl.tasks.agent.launch import AgentLaunch
 from megatron_rl.tasks.question_task import QuestionTask
 from megatron_rl.types import ACCURACY_TERM, Example, StopReason
 
@@ -40,7 +41,7 @@ def read_result(result: str) -> str | None:
 
 
 async def reported_reward(outcome: RewardInput) -> float:
-    """Return the reward that the agent reports as its result.
+    """Return the reward that the agent reports as its result, or that was posted.
 
     Raises:
         PermanentInfraError: The result is not a JSON object with a finite reward.
@@ -59,35 +60,44 @@ async def reported_reward(outcome: RewardInput) -> float:
     return float(reward)
 
 
+def _check_launch(options: AgentOptions) -> None:
+    """Raise ValueError unless the options name an agent that can be started."""
+    if options.url:
+        require(not options.command, "task.options.url", options.url, "and task.options.command are set; remove one of them")
+        return
+    remedy = "is empty; name the agent's program, e.g. 'task.options.command=[python,/home/me/my_agent.py]'"
+    require(bool(options.command), "task.options.command", options.command, remedy)
+    program = options.command[0]
+    require(shutil.which(program) is not None, "task.options.command", program, "is not an executable program in PATH")
+
+
 class AgentTask(QuestionTask):
     """Task with questions from the user's files and the user's agent."""
 
     Options = AgentOptions
-    reward_names = ("accuracy", "reported")
+    reward_names = ("accuracy", "reported", "posted")
 
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)
         settings.require_no_words()
         require(bool(settings.data.eval), "task.data.eval", settings.data.eval, "set the files that contain the held-out questions")
         self.options = require_options(settings, AgentOptions)
-        remedy = "is empty; name the agent's program, e.g. 'task.options.command=[python,/home/me/my_agent.py]'"
-        require(bool(self.options.command), "task.options.command", self.options.command, remedy)
-        program = self.options.command[0]
-        require(shutil.which(program) is not None, "task.options.command", program, "is not an executable program in PATH")
-        if settings.reward == "reported":
+        _check_launch(self.options)
+        if settings.reward in ("reported", "posted"):
             self.judge = None
-            self.rubric = Rubric(terms={"reported": RewardTerm(reported_reward)})
+            self.rubric = Rubric(terms={settings.reward: RewardTerm(reported_reward)})
         else:
             accuracy = AccuracyReward(read_result, MathVerifier(), self.judge, get_result)
             self.rubric = Rubric(terms={ACCURACY_TERM: RewardTerm(accuracy)}, solved_term=ACCURACY_TERM)
         self.server: ChatServer | None = None
         self.slots = asyncio.Semaphore(self.options.processes)
+        self.launch = AgentLaunch(self.options.command, self.options.url, posts_reward=settings.reward == "posted")
 
     async def start(self) -> None:
         """Start the server, and the judge if one is configured."""
         from megatron_rl.tasks.agent.chat_server import ChatServer  # imports fastapi
 
-        self.server = ChatServer()
+        self.server = ChatServer(host=self.options.host, ignored=self.options.ignore)
         await self.server.start()
         await super().start()
 
@@ -99,4 +109,4 @@ class AgentTask(QuestionTask):
 
     def env(self, example: Example) -> ExternalAgentEnv:
         """Return a new environment for one question."""
-        return ExternalAgentEnv(example, command=self.options.command, server=self.server, slots=self.slots)
+        return ExternalAgentEnv(example, launch=self.launch, server=self.server, slots=self.slots)

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import openai
 
 EXAMPLE = json.loads(Path("example.json").read_text())
@@ -82,7 +83,13 @@ def retried() -> None:
 
 def refused() -> None:
     """Requests that are rejected, each with its error."""
-    asks = [{"n": 2}, {"stop": ["x"]}, {"logit_bias": {"5": 1}}, {"response_format": {"type": "json_object"}}, {"extra_body": {"magic": 1}}]
+    asks = [
+        {"n": 100},
+        {"stop": ["x", ""]},
+        {"logit_bias": {"5": 1}},
+        {"response_format": {"type": "json_object"}},
+        {"extra_body": {"magic": 1}},
+    ]
     errors = []
     for more in asks:
         try:
@@ -95,6 +102,83 @@ def refused() -> None:
         errors.append(error.body["code"])
     say([user("Hello.")])
     print(json.dumps(errors))
+
+
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds <|im_end|> numbers.", "parameters": {"type": "object", "properties": {"x": {}}}},
+}
+
+
+def tools() -> None:
+    """Two turns with tools: the agent returns the message of the client as it is, and the results
+    of two calls, one of them with an image. Then it forgets the question, and changes a call.
+    """
+    messages = [user(EXAMPLE["question"], *EXAMPLE["images"])]
+    asked = client.chat.completions.create(model="policy", messages=messages, tools=[ADD], tool_choice="auto")
+    message = asked.choices[0].message
+    found = [asked.choices[0].finish_reason, message.content, *(json.loads(call.function.arguments) for call in message.tool_calls)]
+    results = [{"role": "tool", "tool_call_id": call.id, "content": f"= {number}"} for number, call in enumerate(message.tool_calls)]
+    results[1]["content"] = user("= 1", *EXAMPLE["images"])["content"]
+    messages += [message, *results]
+    answer = client.chat.completions.create(model="policy", messages=messages, tools=[ADD]).choices[0].message
+    client.chat.completions.create(model="policy", messages=[user("Again."), message, *results], tools=[ADD])
+    changed = message.model_dump(exclude_none=True)
+    changed["tool_calls"][0]["function"]["arguments"] = '{"x": 7}'
+    client.chat.completions.create(model="policy", messages=[messages[0], changed, *results], tools=[ADD])
+    client.chat.completions.create(model="policy", messages=[user("No tools.")])
+    print(json.dumps([*found, answer.content]))
+
+
+def streamed_calls() -> None:
+    """Two tool calls in a streamed response."""
+    text, calls, reason = "", {}, None
+    for chunk in client.chat.completions.create(model="policy", messages=[user("Hello.")], tools=[ADD], stream=True):
+        delta, reason = chunk.choices[0].delta, chunk.choices[0].finish_reason
+        text += delta.content or ""
+        for call in delta.tool_calls or []:
+            calls[call.index] = [call.function.name, call.function.arguments]
+    print(json.dumps([text, [calls[index] for index in sorted(calls)], reason]))
+
+
+def choices() -> None:
+    """Three choices, of which the second is continued."""
+    first = [user("Hello.")]
+    found = client.chat.completions.create(model="policy", messages=first, n=3)
+    texts = [choice.message.content for choice in found.choices]
+    say([*first, assistant(texts[1]), user("More.")])
+    print(json.dumps([*texts, found.usage.completion_tokens]))
+
+
+def stops() -> None:
+    """A response that ends before a stop string, which the agent adds again."""
+    first = [user("Hello.")]
+    text = say(first, stop=["</code>", "!"])
+    say([*first, assistant(text + "</code>"), user("More.")])
+    say([*first, assistant(text), user("More!")])
+    print(text)
+
+
+def posts() -> None:
+    """Posts two rewards, after trying to do so with the key that samples."""
+    say([user("Hello.")])
+    address = os.environ["OPENAI_BASE_URL"] + "/rewards"
+    codes = []
+    for key, body in (
+        (client.api_key, {"reward": 9}), (os.environ["MEGATRON_RL_REWARD_KEY"], {"reward": "9"}),
+        (os.environ["MEGATRON_RL_REWARD_KEY"], {"reward": 0.25}), (os.environ["MEGATRON_RL_REWARD_KEY"], {"reward": 0.75}),
+    ):  # fmt: skip
+        codes.append(httpx.post(address, json=body, headers={"Authorization": f"Bearer {key}"}).status_code)
+    try:
+        openai.OpenAI(api_key=os.environ["MEGATRON_RL_REWARD_KEY"], max_retries=0).models.list()
+    except openai.AuthenticationError as error:
+        codes.append(error.status_code)
+    assert codes == [401, 400, 200, 200, 401], codes
+
+
+def forgets() -> None:
+    """An agent that should post a reward and does not."""
+    say([user("Hello.")])
 
 
 def endless() -> None:
