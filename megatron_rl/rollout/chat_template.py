@@ -1,8 +1,8 @@
 """Renders messages as text with the chat template of a checkpoint.
 
-The tools that the policy may call are in the field `tools` of the first message, in OpenAI's format.
-The tool calls of an assistant message are in its field `tool_calls`. Both are rendered by the
-template.
+The tools that the policy may call are in the field `tools` of the first message, in OpenAI's
+format. The tool calls of an assistant message are in its field `tool_calls`. Both are rendered by
+the template.
 """
 
 import re

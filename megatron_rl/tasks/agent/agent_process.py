@@ -61,7 +61,8 @@ class AgentProcess:
     async def start(cls, command: Sequence[str], *, folder: Path, environment: Mapping[str, str]) -> "AgentProcess":
         """Start the agent in a folder of its own, which is removed when it is stopped.
 
-        `environment` is added to the run's own environment. The agent inherits neither torchrun's variables nor the user's keys.
+        `environment` is added to the run's own environment. The agent inherits neither torchrun's
+        variables nor the user's keys.
         """
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_PREFIXES) and name not in USER_KEY_VARIABLES

@@ -229,7 +229,8 @@ class ExternalAgentEnv(Env):
 def response_forms(text: str, asked: ChatRequest) -> list[ParsedResponse]:
     """Return the forms in which later requests may contain a response; the first one is sent.
 
-    A response ends before the stop string, as in OpenAI's API. Agents may add the stop string again.
+    A response ends before the stop string, as in OpenAI's API. Agents may add the stop string
+    again.
     """
     starts = [place for each in asked.stop if (place := text.find(each)) >= 0]
     start = min(starts, default=len(text))

@@ -111,7 +111,7 @@ class ChromiumPage:
         return np.array(Image.open(io.BytesIO(png)).convert("RGB"))
 
     def close(self) -> None:
-        """End Chromium and all its processes, which write to its profile, and remove the profile."""
+        """End Chromium, with all processes that write to its profile, and remove the profile."""
         if self._process.poll() is None:
             browser = psutil.Process(self._process.pid)
             everyone = [browser, *browser.children(recursive=True)]
