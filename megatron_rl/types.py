@@ -238,6 +238,13 @@ class TokenSequence:
         lengths = (len(self.token_ids), len(self.loss_mask), len(self.rollout_logprobs), len(self.weight_versions))
         assert len(set(lengths)) == 1, f"token_ids, loss_mask, rollout_logprobs, weight_versions have lengths {lengths}"
 
+    def exclude_from_loss(self, start: int, stop: int) -> None:
+        """Turn the sampled tokens [start, stop) into observed tokens."""
+        length = stop - start
+        self.loss_mask[start:stop] = [0] * length
+        self.rollout_logprobs[start:stop] = [0.0] * length
+        self.weight_versions[start:stop] = [-1] * length
+
     def set_column(self, column: str, numbers: list[float]) -> None:
         """Set the field named `column`, one of TOKEN_COLUMNS; `numbers` has one entry per token."""
         assert column in TOKEN_COLUMNS, f"{column} is not one of {TOKEN_COLUMNS}"

@@ -287,6 +287,10 @@ class AgentOptions:
     """Settings of requests that are ignored and counted instead of rejected, e.g.
     [response_format]. The policy does not follow them.
     """
+    train_abandoned: bool = True
+    """True to train on abandoned responses as well. Of several responses to the same messages, those
+    are abandoned that the agent did not continue although it continued another one.
+    """
 
     def __post_init__(self) -> None:
         require(self.processes >= 1, "task.options.processes", self.processes, "must be at least 1")

@@ -90,6 +90,8 @@ async def run_episode(
             raise _prompt_too_large(example, rollout, end)
         shown = [image for context in rollout.sequences for image in context.images]
         rollout.stop_reason = await _run_turns(rollout, env, conversation, settings=settings, stop=tuple(task.stop), timer=timer)
+        for turn in (rollout.turns[index] for index in env.untrained_turns):
+            rollout.sequences[turn.sequence].exclude_from_loss(*turn.token_span)
         rollout.status = Status.COMPLETED if rollout.stop_reason in (StopReason.DONE, StopReason.TOOL_ERROR) else Status.TRUNCATED
         ended = clock()
         with timer("scoring"):

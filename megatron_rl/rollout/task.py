@@ -77,6 +77,11 @@ class Env(ABC):
         """Strings that end the next response, in addition to those of the task (Task.stop)."""
         return ()
 
+    @property
+    def untrained_turns(self) -> Sequence[int]:
+        """Indices of the turns that have no loss; read at the end of the episode."""
+        return ()
+
     @abstractmethod
     async def reset(self, seed: int) -> list[Message]:
         """Start the episode and return the messages of the prompt."""

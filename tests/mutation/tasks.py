@@ -88,6 +88,13 @@ MUTANTS = (
         "tests/tasks/test_agent_tools.py -k stop_string",
     ),
     Mutant(
+        "an abandoned response has a loss",
+        "megatron_rl/tasks/agent/session.py",
+        "            if turn not in self._continued",
+        "            if turn in self._continued and not self._continued",
+        "tests/tasks/test_agent_tools.py -k abandoned",
+    ),
+    Mutant(
         "the key that samples posts rewards",
         "megatron_rl/tasks/agent/chat_server.py",
         "        if post is None:",

@@ -45,13 +45,15 @@ class Counting:
         return Completion(ids, [-0.5] * len(ids), is_stopped=True, weight_versions=[0] * len(ids))
 
 
-def make_task(folder: Path, mode: str, *, command: Sequence[str] = (), url: str = "", system: str = "", reward: str = "") -> AgentTask:
+def make_task(
+    folder: Path, mode: str, *, command: Sequence[str] = (), url: str = "", system: str = "", reward: str = "", **given: object
+) -> AgentTask:
     """Return a task with one question and the agent `talking_agent.py MODE`, or another agent."""
     pil.new("RGB", (60, 60), "red").save(folder / "red.png")
     row = {"question": "<image>Which color?", "answer": "r1", "images": ["red.png"], **({"system": system} if system else {})}
     (folder / "q.jsonl").write_text(json.dumps(row) + "\n")
     data = DataSettings(train=[str(folder / "q.jsonl")], eval=[str(folder / "q.jsonl")])
-    options = AgentOptions(command=[] if url else list(command) or [sys.executable, str(AGENT), mode], url=url)
+    options = AgentOptions(command=[] if url else list(command) or [sys.executable, str(AGENT), mode], url=url, **given)
     return AgentTask(TaskSettings(name="agent", data=data, options=options, reward=reward))
 
 

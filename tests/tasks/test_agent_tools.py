@@ -129,6 +129,18 @@ def test_each_choice_is_a_turn(renderer: Renderer, tmp_path: Path) -> None:
     assert rollout.reason == "1 branched, 2 new prompts, replaced model"
 
 
+def test_abandoned_choices_have_no_loss_if_a_setting_says_so(renderer: Renderer, tmp_path: Path) -> None:
+    """Of three choices the second one is continued, so the first and the third are abandoned."""
+    for is_trained, expected in ((True, ["r0", "r1r3", "r2"]), (False, ["", "r1r3", ""])):
+        rollout, _ = play(tmp_path, renderer, "choices", train_abandoned=is_trained)
+        for context, text in zip(rollout.sequences, expected, strict=True):
+            sampled = [place for place, mask in enumerate(context.loss_mask) if mask]
+            words = as_text(renderer, [context.token_ids[place] for place in sampled])
+            assert words.replace("<|im_end|>", "") == text
+            assert [place for place, version in enumerate(context.weight_versions) if version >= 0] == sampled
+            assert [place for place, logprob in enumerate(context.rollout_logprobs) if logprob] == sampled
+
+
 def test_a_response_ends_before_a_stop_string(renderer: Renderer, tmp_path: Path) -> None:
     """Both forms of the response continue the sampled tokens, which include the stop string."""
     rollout, _ = play(tmp_path, renderer, "stops", texts=["go()</code>"])

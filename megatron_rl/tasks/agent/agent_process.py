@@ -124,7 +124,7 @@ class AgentService:
         await asyncio.wait((self._response,))
 
     async def _post(self, episode: Mapping[str, object]) -> AgentExit:
-        # task.env_timeout_s limits the time between two requests of the agent, and after the last one.
+        # The time is limited by task.env_timeout_s.
         try:
             async with (
                 httpx.AsyncClient(timeout=None, trust_env=False) as client,

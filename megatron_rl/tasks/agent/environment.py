@@ -100,6 +100,11 @@ class ExternalAgentEnv(Env):
         """Stop strings of the request that the policy is responding to."""
         return () if self._pending is None else self._pending.asked.stop
 
+    @property
+    def untrained_turns(self) -> list[int]:
+        """Abandoned responses, unless they are trained on."""
+        return [] if self.launch.trains_abandoned else self._tree.find_abandoned()
+
     async def reset(self, seed: int) -> list[Message]:
         """Start the agent and return the messages of its first request.
 

@@ -30,6 +30,8 @@ class AgentLaunch:
     """Address of a service."""
     posts_reward: bool = False
     """True if the agent receives a key with which the reward is posted."""
+    trains_abandoned: bool = True
+    """False if abandoned responses have no loss (AgentOptions.train_abandoned)."""
 
 
 async def start_agent(launch: AgentLaunch, example: Example, *, base_url: str, keys: Sequence[str], seed: int) -> Agent:

@@ -36,8 +36,10 @@ class SessionTree:
 
     _turns: dict[str, int] = field(default_factory=dict)
     """Maps the digest of all messages up to and including a response to the turn's index."""
-    _requests: dict[str, int] = field(default_factory=dict)
-    """Maps the digest of the messages of a request to the index of its last turn."""
+    _requests: dict[str, list[int]] = field(default_factory=dict)
+    """Maps the digest of the messages of a request to the indices of its turns."""
+    _continued: set[int] = field(default_factory=set)
+    """Turns that a later request continues."""
     _texts: dict[str, str] = field(default_factory=dict)
     """Maps the key of a response with tool calls, as a message, to the text that was sampled."""
     num_turns: int = 0
@@ -45,17 +47,19 @@ class SessionTree:
     def find(self, keys: Sequence[str]) -> Continuation:
         """Return the turn with the longest history that is a proper prefix of these messages.
 
-        Of several turns with equal messages, the last one is returned.
+        Of several turns with equal messages, the last one is returned. The turn counts as
+        continued.
         """
         paths = _path_digests(keys[:-1])
         edited = None
         for num_known in range(len(paths), 0, -1):
             turn = self._turns.get(paths[num_known - 1])
             if turn is not None:
+                self._continued.add(turn)
                 return Continuation(turn, num_known, edited)
             asked = self._requests.get(paths[num_known - 1])
             if asked is not None:
-                edited = (asked, num_known)
+                edited = (asked[-1], num_known)
         return Continuation(None, 0, edited)
 
     def add(self, keys: Sequence[str], text: str, forms: Sequence[ParsedResponse]) -> None:
@@ -67,13 +71,23 @@ class SessionTree:
             forms: Response in each form in which later requests may contain it.
         """
         path = _path_digests(keys)[-1]
-        self._requests[path] = self.num_turns
+        self._requests.setdefault(path, []).append(self.num_turns)
         for form in forms:
             key = message_key(make_response_message(form.content, form.calls))
             self._turns[_extend_path(path, key)] = self.num_turns
             if form.calls:
                 self._texts[key] = text
         self.num_turns += 1
+
+    def find_abandoned(self) -> list[int]:
+        """Return the turns that were not continued although a turn with the same request was."""
+        return sorted(
+            turn
+            for turns in self._requests.values()
+            if not self._continued.isdisjoint(turns)
+            for turn in turns
+            if turn not in self._continued
+        )
 
     def restore_texts(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
         """Return the messages with the sampled text in place of each known response with calls.

@@ -91,7 +91,12 @@ class AgentTask(QuestionTask):
             self.rubric = Rubric(terms={ACCURACY_TERM: RewardTerm(accuracy)}, solved_term=ACCURACY_TERM)
         self.server: ChatServer | None = None
         self.slots = asyncio.Semaphore(self.options.processes)
-        self.launch = AgentLaunch(self.options.command, self.options.url, posts_reward=settings.reward == "posted")
+        self.launch = AgentLaunch(
+            self.options.command,
+            self.options.url,
+            posts_reward=settings.reward == "posted",
+            trains_abandoned=self.options.train_abandoned,
+        )
 
     async def start(self) -> None:
         """Start the server, and the judge if one is configured."""
