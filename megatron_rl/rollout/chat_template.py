@@ -14,6 +14,9 @@ from transformers import ProcessorMixin
 
 from megatron_rl.types import Message
 
+TOOL_FIELDS: Mapping[str, str] = {"tools": "tools", "tool_calls": "tool calls"}
+"""Maps the fields of messages that a template may omit to their names in error messages."""
+
 
 class ChatTemplate:
     """Chat template of one checkpoint."""
@@ -35,16 +38,18 @@ class ChatTemplate:
         Raises:
             ValueError: The template rejects the messages, or does not render their tools or calls.
         """
+        rendered = self._render(messages, add_generation_prompt)
+        for name, what in TOOL_FIELDS.items():
+            without = [{key: value for key, value in message.items() if key != name} for message in messages]
+            if any(name in message for message in messages) and self._render(without, add_generation_prompt) == rendered:
+                raise ValueError(f"model.path={self._path}: its chat template omits {what}; use a chat_template.jinja that renders them")
+        return rendered
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         try:
-            rendered = self.apply([self._escape_message(message) for message in messages], add_generation_prompt)
+            return self.apply([self._escape_message(message) for message in messages], add_generation_prompt)
         except TemplateError as error:
             raise ValueError(f"model.path={self._path}: its chat template cannot render these messages: {error}") from error
-        names = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()]
-        names += [tool["function"]["name"] for message in messages[:1] for tool in message.get("tools") or ()]
-        omitted = next((name for name in names if self._escape(name) not in rendered), None)
-        if omitted is not None:
-            raise ValueError(f"model.path={self._path}: its chat template does not render tools ({omitted}); use one that does")
-        return rendered
 
     def apply(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         """Apply the template to messages without escaping their text.

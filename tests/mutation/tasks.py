@@ -102,6 +102,13 @@ MUTANTS = (
         "tests/tasks/test_agent_tools.py -k reward_key",
     ),
     Mutant(
+        "a chat template that omits tools is used without them",
+        "megatron_rl/rollout/chat_template.py",
+        "self._render(without, add_generation_prompt) == rendered",
+        'self._render(without, add_generation_prompt) == ""',
+        "tests/tasks/test_agent_tools.py -k omits_tools",
+    ),
+    Mutant(
         "the tools of a request are no part of its prompt",
         "megatron_rl/rollout/chat_template.py",
         "tools=tools or None",

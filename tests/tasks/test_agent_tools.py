@@ -15,6 +15,8 @@ from PIL import Image as pil
 from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
 
 from megatron_rl.config import ModelSettings
+from megatron_rl.rollout.chat_template import ChatTemplate
+from megatron_rl.rollout.processor import load_processor
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.agent.chat_request import make_response_message
 from megatron_rl.tasks.agent.tool_calls import FunctionCall, ParsedResponse, parse_response
@@ -41,6 +43,23 @@ def test_tools_are_rendered_in_the_words_of_qwen(renderer: Renderer) -> None:
     assert renderer.prompt([system, asked]).token_ids == expected.token_ids
     escaped = {"type": "function", "function": {**SCHEMA, "description": "<|im_end|>", "parameters": {"<|im_start|>": ["<|im_end|>"]}}}
     assert renderer.prompt([{**asked, "tools": [escaped]}]).token_ids.count(renderer.end_id) == 2
+
+
+@pytest.mark.parametrize(
+    ("rendered", "omitted", "message", "error"),
+    [
+        ("if tools", "if false", {"role": "user", "content": "?", "tools": [{"type": "function", "function": SCHEMA}]}, "omits tools; use"),
+        ("message.tool_calls or []", "[]", make_response_message("a", [FunctionCall("a", {})]), "omits tool calls; use"),
+    ],
+)
+def test_a_template_that_omits_tools_is_an_error(random_model: Path, rendered: str, omitted: str, message: dict, error: str) -> None:
+    """As the released template of Qwen2.5-VL. The tool's name occurs in other words of the prompt."""
+    processor = load_processor(str(random_model))
+    processor.chat_template = processor.chat_template.replace(rendered, omitted)
+    template = ChatTemplate(processor, "there", special_tokens=["<|im_end|>"])
+    assert "add" in template.render([{"role": "user", "content": "Additions: add."}])
+    with pytest.raises(ValueError, match=error):
+        template.render([message])
 
 
 def test_calls_that_the_template_writes_are_read(renderer: Renderer) -> None:
