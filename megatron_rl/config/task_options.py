@@ -288,8 +288,8 @@ class AgentOptions:
     [response_format]. The policy does not follow them.
     """
     train_abandoned: bool = True
-    """True to train on abandoned responses as well. Of several responses to the same messages, those
-    are abandoned that the agent did not continue although it continued another one.
+    """True to train on abandoned responses as well. Of several responses to the same messages,
+    those are abandoned that the agent did not continue although it continued another one.
     """
 
     def __post_init__(self) -> None:
