@@ -136,14 +136,19 @@ def _spread(values: list[float]) -> str:
     return f"{statistics.fmean(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
-def parse_cell_arguments(description: str | None, cells: Collection[str], *, out: Path) -> argparse.Namespace:
-    """Parse the command line of a benchmark with one run per cell and seed."""
+def parse_cell_arguments(description: str | None, cells: Collection[str], *, out: Path, **folders: Path) -> argparse.Namespace:
+    """Parse the command line of a benchmark with one run per cell and seed.
+
+    `folders` are further options, each with its default folder.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=out)
     parser.add_argument("--cells", nargs="+", choices=cells, default=list(cells), help="default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--table", action="store_true", help="only print the table")
     parser.add_argument("--tiny", action="store_true", help="smoke test: one step per run")
+    for name, folder in folders.items():
+        parser.add_argument(f"--{name}", type=Path, default=folder, help=f"default: {folder}")
     return parser.parse_args()
 
 

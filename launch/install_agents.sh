@@ -6,7 +6,7 @@ set -euo pipefail
 
 LOCKS=$(cd "$(dirname "${BASH_SOURCE[0]}")/../requirements/agents" && pwd)
 if [[ $# -lt 1 ]]; then
-    echo "install_agents: error: name a folder: bash launch/install_agents.sh runs/agents" >&2
+    echo "install_agents: error: name a folder: bash launch/install_agents.sh .venv-agents" >&2
     exit 2
 fi
 FOLDER=$1

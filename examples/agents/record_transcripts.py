@@ -1,7 +1,7 @@
 """Records how the agents of this folder solve NumberLine with a scripted player as their policy.
 
     source .venv/bin/activate
-    python examples/agents/record_transcripts.py --out runs/agents/data --environments runs/agents
+    python examples/agents/record_transcripts.py --out runs/agents/data --environments .venv-agents
 
 The agents run unmodified in their own virtual environments (launch/install_agents.sh), and the
 endpoint is that of task=agent. The scripted player reads the state from the messages that the policy
@@ -250,7 +250,7 @@ def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
-    parser.add_argument("--environments", type=Path, default=Path("runs/agents"), help="folder of launch/install_agents.sh")
+    parser.add_argument("--environments", type=Path, default=Path(".venv-agents"), help="folder of launch/install_agents.sh")
     parser.add_argument("--agents", nargs="+", default=[*AGENTS], choices=AGENTS, metavar="AGENT")
     parser.add_argument("--split", default="biased", choices=["correct", "biased"], help="mistakes of the player (default: biased)")
     parser.add_argument("--passes", type=int, default=2, metavar="N", help="episodes of each question (default: 2)")

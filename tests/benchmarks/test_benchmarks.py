@@ -261,6 +261,41 @@ def test_minigrid_learning(tmp_path: Path) -> None:
     assert rows(said_by("minigrid_learning", *given)) == rows(said)
 
 
+def test_agent_frameworks_table(tmp_path: Path) -> None:
+    """Success is the fraction of positive returns, with Wilson's interval; other runs are listed as
+    not run; and all cells train on equally many episodes."""
+    frameworks = benchmark("agent_frameworks")
+    home = tmp_path / "seed1"
+    for name, rewards in (("verifiers_before", [[1.0, -2.0], [0.0, -1.0]]), ("verifiers_after", [[1.0, 1.0], [1.0, -1.0]])):
+        (home / name).mkdir(parents=True)
+        (home / name / "evaluation.json").write_text("{}")
+        (home / name / "examples.jsonl").write_text("".join(json.dumps({"rewards": each}) + "\n" for each in rewards))
+    (home / "verifiers" / "final").mkdir(parents=True)
+    (home / "verifiers" / "final" / "config.json").write_text("{}")
+    steps = [{"step": step, "reward/mean": 0.5, "rollout_mismatch/logprob_abs_diff_max": gap} for step, gap in enumerate((2e-6, 1e-6))]
+    (home / "verifiers" / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (home / "verifiers.seconds").write_text("90.0\n")
+    table = frameworks.make_table(tmp_path, [0, 1])
+    assert "| verifiers | 1 | 25.0 (4.6 to 69.9) | -0.50 | 75.0 (30.1 to 95.4) | 0.50 | 2.0e-06 | 1.5 |" in table
+    assert sum(row[2] == "not run" for row in rows(table)) == 2 * len(frameworks.CELLS) - 1
+    for cell in frameworks.CELLS:
+        task = frameworks.task_settings(cell, tmp_path, "http://127.0.0.1:1")
+        settings = settings_of(*task, *frameworks.MODEL, *frameworks.RL, "model.path=nano", "run.dir=out")
+        assert (settings.batch.prompts_per_step, settings.batch.group_size, settings.run.steps) == (8, 8, 12)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not (ROOT / ".venv-agents").exists(), reason="needs bash launch/install_agents.sh .venv-agents")
+def test_agent_frameworks(tmp_path: Path) -> None:
+    """A finished cell is not run again."""
+    given = ("--out", tmp_path, "--tiny", "--seeds", 3, "--cells", "verifiers")
+    said = said_by("agent_frameworks", *given, timeout_s=800)
+    (row,) = (row for row in rows(said) if row[0] == "verifiers")
+    assert row[1] == "3" and float(row[6]) <= 1e-4 and float(row[7]) > 0
+    assert rows(said_by("agent_frameworks", *given)) == rows(said)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["numberline", "visual_search"])
