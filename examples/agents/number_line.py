@@ -13,7 +13,6 @@ import json
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -92,12 +91,12 @@ def serve(play: PlayFn, pictures: Path, port: int) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            episode = Episode(given["question"], pictures, given["base_url"], given["api_key"])
             try:
-                reward = play(Episode(given["question"], pictures, given["base_url"], given["api_key"]))
-                status, text = 200, json.dumps({"reward": reward})
+                status, text = 200, json.dumps({"reward": play(episode)})
             except Exception as error:  # the run receives the error of any framework
-                traceback.print_exc()
                 status, text = 500, f"{type(error).__name__}: {error}"[:300]
+                print(f"{episode.question}: {text}", file=sys.stderr, flush=True)
             try:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text.encode())))

@@ -1,6 +1,5 @@
 """Records how the agents of this folder solve NumberLine with a scripted player as their policy.
 
-    source .venv/bin/activate
     python examples/agents/record_transcripts.py --out runs/agents/data --environments .venv-agents
 
 The agents run unmodified in their own virtual environments (launch/install_agents.sh), and the

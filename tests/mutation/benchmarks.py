@@ -17,4 +17,11 @@ MUTANTS = (
         '{folder}\\n" for number, (folder, _, _) in enumerate(sorted(drawn), 1)',
         "tests/benchmarks/test_prose_sample.py -k key_names",
     ),
+    Mutant(
+        "an agent's episode without a positive return is a success",
+        "benchmarks/agent_frameworks.py",
+        "statistics.fmean(reward > 0 for reward in rewards)",
+        "statistics.fmean(reward >= 0 for reward in rewards)",
+        "tests/benchmarks/test_benchmarks.py -k agent_frameworks_table",
+    ),
 )

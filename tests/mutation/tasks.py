@@ -25,6 +25,20 @@ MUTANTS = (
         "tests/rollout/test_branches.py -k alternation",
     ),
     Mutant(
+        "the tools of smolagents and openai-agents are rendered as Python objects",
+        "tools/data/qwen2_5_vl.jinja",
+        '"\\n" ~ tool | tojson',
+        '"\\n" ~ tool',
+        "tests/tasks/test_agent_frameworks.py",
+    ),
+    Mutant(
+        "stop strings of an agent's request are not passed to the engine",
+        "megatron_rl/rollout/episode.py",
+        "stop=(*stop, *env.stop)",
+        "stop=(*stop,)",
+        "tests/tasks/test_agent_frameworks.py",
+    ),
+    Mutant(
         "an agent's request continues the shortest known history",
         "megatron_rl/tasks/agent/session.py",
         "range(len(paths), 0, -1)",

@@ -236,6 +236,10 @@ def check_shell(words: list[str], config: pytest.Config) -> None:
             raise InvalidCommand(f"{script}: {mode}: is no way to train two")
         for experiment in ("lewis_cpu", "lewis_listener_cpu"):
             check_settings([f"experiment={experiment}", *settings])
+    elif script == "launch/install_agents.sh":
+        unknown = [name for name in arguments[1:] if not (ROOT / "requirements" / "agents" / f"{name}.txt").is_file()]
+        if not arguments or unknown:
+            raise InvalidCommand(f"{script}: a folder, and names of requirements/agents: {arguments}")
     elif script == "launch/quickstart.sh":
         check_settings(["experiment=numberline_grpo_cpu", *arguments])
     elif arguments:
