@@ -39,7 +39,7 @@ CELLS = ("number_line", *AGENTS)
 MODEL = ["model.min_pixels=19600", "model.max_pixels=20000", "engine.max_model_len=2048", "task.max_new_tokens=48"]
 SFT = ["experiment=numberline_sft_cpu", "sft.splits=[transcripts]", "sft.steps=[200]", "sft.batch_size=32", "sft.num_demonstrations=6400",
        "optim.lr=2e-3", "task.eval_samples=0"]  # fmt: skip
-RL = ["batch.prompts_per_step=8", "batch.group_size=8", "optim.lr=3e-4", "run.steps=30", "run.eval_every=0", "task.eval_samples=0"]
+RL = ["batch.prompts_per_step=8", "batch.group_size=8", "optim.lr=2e-4", "run.steps=20", "run.eval_every=0", "task.eval_samples=0"]
 EVALUATION = ["evaluation.samples=4", "evaluation.temperature=1"]
 TINY = {
     "sft": ["sft.steps=[1]", "sft.batch_size=2", "sft.num_demonstrations=2"],

@@ -58,6 +58,13 @@ class NumberLine:
             self.reward -= 1
         return str(self)
 
+    def finish(self) -> int:
+        """Return the reward of the episode. Each move of an unfinished game counts as a mistake.
+
+        Otherwise, a policy would learn to end early, where an average game has many mistakes.
+        """
+        return self.reward if self.is_over else self.reward - (MAX_MOVES - self.num_moves)
+
     def __str__(self) -> str:
         return f"Current: {self.current}. Target: {self.target}."
 

@@ -5,6 +5,7 @@ text, and the agent ends with the game.
 """
 
 import asyncio
+import contextlib
 from typing import Literal
 
 from agents import Agent, OpenAIChatCompletionsModel, Runner, ToolsToFinalOutputResult, function_tool, set_tracing_disabled
@@ -34,11 +35,9 @@ async def play_game(episode: Episode) -> float:
     async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0, timeout=None) as client:
         model = OpenAIChatCompletionsModel(model="policy", openai_client=client)
         agent = Agent(name="player", instructions=INSTRUCTIONS, model=model, tools=[move], tool_use_behavior=stop_at_end)
-        try:
+        with contextlib.suppress(MaxTurnsExceeded, ModelBehaviorError):  # too many turns, or a call of an unknown tool
             await Runner.run(agent, [{"role": "user", "content": content}], max_turns=MAX_MOVES)
-        except (MaxTurnsExceeded, ModelBehaviorError):  # too many turns, or a call of an unknown tool
-            return game.reward - 1
-    return game.reward - (not game.is_over)  # a response without a tool call ends the agent
+    return game.finish()  # a response without a tool call ends the agent
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def play_game(episode: Episode) -> float:
         tools=[move], model=model, prompt_templates=TEMPLATES, max_steps=MAX_MOVES + 1, verbosity_level=LogLevel.OFF
     )  # fmt: skip
     agent.run(PROMPT, images=[Image.open(io.BytesIO(game.picture()))])
-    return game.reward - (not game.is_over)
+    return game.finish()
 
 
 if __name__ == "__main__":

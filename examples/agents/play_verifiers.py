@@ -46,7 +46,7 @@ class NumberLineTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def game_return(self) -> float:
         """Return the sum of the rewards of all moves."""
-        return float(self.game.reward)
+        return float(self.game.finish())
 
 
 def show(game: NumberLine, text: str) -> list[vf.Message]:

@@ -281,7 +281,7 @@ def test_agent_frameworks_table(tmp_path: Path) -> None:
     for cell in frameworks.CELLS:
         task = frameworks.task_settings(cell, tmp_path, "http://127.0.0.1:1")
         settings = settings_of(*task, *frameworks.MODEL, *frameworks.RL, "model.path=nano", "run.dir=out")
-        assert (settings.batch.prompts_per_step, settings.batch.group_size, settings.run.steps) == (8, 8, 30)
+        assert (settings.batch.prompts_per_step, settings.batch.group_size, settings.run.steps) == (8, 8, 20)
 
 
 @pytest.mark.long
