@@ -4,14 +4,14 @@
     .venv/bin/python benchmarks/agent_frameworks.py --out runs/frameworks --seeds 0
     .venv/bin/python benchmarks/agent_frameworks.py --out runs/frameworks --table  # the table only
     # Smoke test, one step per run:
-    .venv/bin/python benchmarks/agent_frameworks.py --out runs/tiny --tiny --seeds 0 --cells verifiers
+    .venv/bin/python benchmarks/agent_frameworks.py --out runs/tiny --tiny --seeds 0
 
 All cells play NumberLine, with the same rewards. The cell number_line is task=number_line; the
 others are the agents of examples/agents, each as a service in its own virtual environment. All
 cells of a seed start from one SFT checkpoint, which is trained on the transcripts of
-examples/agents/record_transcripts.py for all four. Success is the fraction of episodes with a return
-above 0 (the target is reached without mistakes), at temperature 1, from all 30 start states, with
-Wilson's 95% interval. An interrupted run is resumed.
+examples/agents/record_transcripts.py for all four. Success is the fraction of episodes with a
+return above 0 (the target is reached without mistakes), at temperature 1, from all 30 start states,
+with Wilson's 95% interval. An interrupted run is resumed.
 """
 
 import json
@@ -49,9 +49,9 @@ TINY = {
 
 
 def launch(script: str, folder: Path, *overrides: str, result: str) -> None:
-    """Run a script of launch/ to its end, unless it is already finished, and note its processor seconds.
+    """Run a script of launch/ to its end, unless it is already finished.
 
-    The seconds include all processes except the agents' service.
+    Its processor seconds, without those of the agents' service, are written next to the folder.
     """
     clock = folder.with_name(f"{folder.name}.seconds")
     if (folder / result).exists():
@@ -77,7 +77,7 @@ def task_settings(cell: str, data: Path, url: str) -> list[str]:
 
 
 def prepare(seed: int, home: Path, environments: Path, *, tiny: bool) -> Path:
-    """Make the demonstrations, the nano checkpoint and the SFT checkpoint of a seed; return the latter."""
+    """Return the SFT checkpoint of a seed, after making it and what it is trained on."""
     data, nano = home / "data", home / "nano"
     if not (data / "words.txt").exists():  # the last file of the recording
         shutil.rmtree(data, ignore_errors=True)

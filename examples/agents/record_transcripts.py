@@ -3,13 +3,14 @@
     python examples/agents/record_transcripts.py --out runs/agents/data --environments .venv-agents
 
 The agents run unmodified in their own virtual environments (launch/install_agents.sh), and the
-endpoint is that of task=agent. The scripted player reads the state from the messages that the policy
-would receive. It makes the mistakes of a demonstration split of task=number_line. OUT contains:
+endpoint is that of task=agent. The scripted player reads the state from the messages that the
+policy would receive. It makes the mistakes of a demonstration split of task=number_line. OUT
+contains:
 
     pictures/currentC_targetT.png    pictures of all states, which the agents send
     questions.jsonl                  one question for each of the 30 start states
     AGENT.jsonl, number_line.jsonl   transcripts for stage=sft (task.data.demonstrations)
-    AGENT_requests.jsonl             requests of the first episode as they arrived, with the responses
+    AGENT_requests.jsonl             requests of the first episode as they arrived, and the responses
     words.txt                        all texts, for make_tiny_qwen2_5_vl.py --words
 
 In a transcript, the tools are text of the system message, exactly as the chat template of
@@ -122,7 +123,7 @@ def has_loss(message: Message) -> bool:
 
 
 def write_messages(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
-    """Return the messages of a transcript as JSON, with paths of images and with the tools as text."""
+    """Return messages of a transcript as JSON, with paths of images and the tools as text."""
     names = {draw_state(state).tobytes(): picture_name(state) for state in NUMBER_PAIRS}
     written: list[dict[str, Any]] = []
     for message in messages:
@@ -170,7 +171,7 @@ def start_service(python: Path, agent: str, pictures: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def record_requests(base_url: str, records: list[dict[str, Any]]) -> Iterator[str]:
-    """Start a proxy of the endpoint that appends every request and its response, and yield its address."""
+    """Start a proxy that records every request and its response, and yield its address."""
 
     class Proxy(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -202,7 +203,7 @@ def record_requests(base_url: str, records: list[dict[str, Any]]) -> Iterator[st
 
 @dataclass
 class Recording:
-    """What an agent and the player did."""
+    """Results of all episodes of one agent."""
 
     transcripts: list[list[Message]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -211,7 +212,7 @@ class Recording:
 
 
 async def record(out: Path, url: str, player: Player, *, passes: int, seed: int) -> Recording:
-    """Play the question RECORDED, and every question `passes` times, with the service of an agent."""
+    """Play the question RECORDED, then every question `passes` times, with an agent's service."""
     data = DataSettings(train=[str(out / "questions.jsonl")], eval=[str(out / "questions.jsonl")])
     task = AgentTask(TaskSettings(name="agent", reward="reported", data=data, options=AgentOptions(url=url)))
     recording, slots = Recording(), asyncio.Semaphore(NUM_AT_ONCE)

@@ -52,8 +52,8 @@ def test_the_requests_are_those_of_the_other_tests(agent: str, data: Path) -> No
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_a_run_starts_one_process_for_each_episode(agent: str, data: Path, random_model: Path, tmp_path: Path) -> None:
-    """Engine and trainer logprobs agree on every sampled token, the reward is the one that the agent
-    prints, and no episode fails."""
+    """Engine and trainer logprobs agree on every sampled token, the reward is the one that the
+    agent prints, and no episode fails."""
     command = f"{ENVIRONMENTS}/{agent}/bin/python,{EXAMPLES}/play_{agent}.py,{data}/pictures"
     overrides = (
         "task=agent", f"task.options.command=[{command}]", "task.reward=reported", "task.options.processes=4",
