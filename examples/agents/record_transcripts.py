@@ -10,7 +10,7 @@ contains:
     pictures/currentC_targetT.png    pictures of all states, which the agents send
     questions.jsonl                  one question for each of the 30 start states
     AGENT.jsonl, number_line.jsonl   transcripts for stage=sft (task.data.demonstrations)
-    AGENT_requests.jsonl             requests of the first episode as they arrived, and the responses
+    AGENT_requests.jsonl             requests of the first episode as they arrived, with responses
     words.txt                        all texts, for make_tiny_qwen2_5_vl.py --words
 
 In a transcript, the tools are text of the system message, exactly as the chat template of
