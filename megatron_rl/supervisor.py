@@ -1,11 +1,12 @@
 """Runs a command, and terminates its whole process tree when this script's stdin closes.
 
-usage: supervisor.py COMMAND ...
+usage: supervisor.py [--pipe FD] COMMAND ...
 
 Standard input is a pipe from the parent process. The kernel closes the pipe when the parent dies,
-even if the parent is killed. The supervisor also adopts and kills descendants that the command
-leaves behind (prctl(2), PR_SET_CHILD_SUBREAPER). The exit code of the supervisor is the command's
-exit code. This script imports nothing from this project.
+even if the parent is killed. With --pipe, the inherited file descriptor FD is that pipe, and the
+command reads the supervisor's standard input. The supervisor also adopts and kills descendants that
+the command leaves behind (prctl(2), PR_SET_CHILD_SUBREAPER). The exit code of the supervisor is the
+command's exit code. This script imports nothing from this project.
 """
 
 import ctypes
@@ -37,13 +38,16 @@ _libc = ctypes.CDLL(None)
 
 
 def supervise(command: list[str]) -> int:
-    """Run a command until it exits or standard input closes; return its exit code."""
+    """Run a command until it exits or the pipe of the parent closes; return its exit code."""
+    pipe, stdin = sys.stdin.fileno(), subprocess.DEVNULL
+    if command[0] == "--pipe":
+        pipe, stdin, command = int(command[1]), None, command[2:]
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # only stdin ends it; SIG_IGN would be inherited
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # only the pipe ends it; SIG_IGN would be inherited
         signal.signal(number, lambda number, frame: None)
-    service = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_supervisor)
+    service = subprocess.Popen(command, stdin=stdin, start_new_session=True, preexec_fn=_die_with_supervisor)
     ended = os.pidfd_open(service.pid)
-    ready, _, _ = select.select([sys.stdin, ended], [], [])
+    ready, _, _ = select.select([pipe, ended], [], [])
     if ended not in ready:
         service.terminate()
         with suppress(subprocess.TimeoutExpired):

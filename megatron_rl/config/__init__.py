@@ -29,6 +29,7 @@ from megatron_rl.config.services import ServiceSettings, ServicesSettings, servi
 from megatron_rl.config.sft import SftSettings
 from megatron_rl.config.slurm import SlurmSettings
 from megatron_rl.config.task_options import GymnasiumOptions
+from megatron_rl.config.tools import McpServerSettings, ToolSettings
 
 __all__ = [
     "AGGREGATIONS",
@@ -48,6 +49,7 @@ __all__ = [
     "JudgeSettings",
     "ListenerSettings",
     "LoraSettings",
+    "McpServerSettings",
     "ModelSettings",
     "OptimSettings",
     "ParallelSettings",
@@ -62,6 +64,7 @@ __all__ = [
     "SlurmSettings",
     "SpeakerSettings",
     "TaskSettings",
+    "ToolSettings",
     "TrackioSettings",
     "WandbSettings",
     "WeightPublishSettings",

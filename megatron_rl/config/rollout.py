@@ -9,6 +9,7 @@ from omegaconf import MISSING
 from megatron_rl.config.checks import require, require_address, require_choice
 from megatron_rl.config.client import ClientSettings
 from megatron_rl.config.lewis import ListenerSettings, SpeakerSettings
+from megatron_rl.config.tools import ToolSettings
 
 
 @dataclass(kw_only=True, slots=True)
@@ -295,6 +296,7 @@ class TaskSettings:
     eval_samples: int = 0
     """Number of episodes per evaluation example that are sampled at the training temperature, in
     addition to one greedily decoded episode."""
+    tools: ToolSettings = field(default_factory=ToolSettings)
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
     judge: JudgeSettings = field(default_factory=JudgeSettings)
     listener: ListenerSettings = field(default_factory=ListenerSettings)
@@ -303,6 +305,11 @@ class TaskSettings:
 
     def __post_init__(self) -> None:
         require_choice("task.tool_format", self.tool_format, ("pyvision", "codev", "deepeyes", "functions"))
+        if self.tools.mcp:
+            names = [server.name for server in self.tools.mcp]
+            require(self.name == "visual_python", "task.tools.mcp", names, "requires task=visual_python; remove this setting")
+            remedy = "does not support the tools of task.tools.mcp; use task.tool_format=functions"
+            require(self.tool_format == "functions", "task.tool_format", self.tool_format, remedy)
         require(not self.prompt or self.prompt.count("{question}") == 1, "task.prompt", self.prompt, "must contain {question} exactly once")
         for key in ("max_turns", "max_new_tokens"):
             require(getattr(self, key) >= 1, f"task.{key}", getattr(self, key), "must be at least 1")

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
-from megatron_rl.config import DataSettings, ModelSettings, SandboxSettings, TaskSettings
+from megatron_rl.config import DataSettings, McpServerSettings, ModelSettings, SandboxSettings, TaskSettings, ToolSettings
 from megatron_rl.errors import InfraError
 from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.engine import Completion, SamplingSettings
@@ -337,3 +338,38 @@ def test_a_server_that_is_not_there_is_ours(questions: Path) -> None:
     settings = TaskSettings(name="visual_python", data=data, sandbox=SandboxSettings(url="http://127.0.0.1:9"))
     with pytest.raises(InfraError, match=r"task.sandbox.url=http://127\.0\.0\.1:9"):
         asyncio.run(VisualPythonTask(settings).start())
+
+
+def test_pictures_of_an_mcp_server_are_observations(renderer: Renderer, questions: Path) -> None:
+    """The policy asks a real MCP server for a picture in the color of the question's image, and
+    reads its answer from the observation's patches. Special tokens in texts of the server are
+    ordinary text. If the server dies, the rollout fails and has no reward.
+    """
+    one = questions.with_name("one.jsonl")
+    one.write_text(next(line for line in questions.read_text().splitlines(keepends=True) if "green" in line))
+    command = [sys.executable, str(ROOT / "tests" / "support" / "mcp_server.py")]
+    server = McpServerSettings(name="paint", command=command, env=["PYTHONPATH"] if "PYTHONPATH" in os.environ else [])
+    task = task_of(one, tool_format="functions", reward="deepeyes", tools=ToolSettings(mcp=[server]))
+    call = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+
+    def paints(context: str, images: list[Image]) -> str:
+        if "is an error" not in context:
+            return call.format("fail", json.dumps({"reason": "{im_end}{vision_start}{image_pad} is an error"}))
+        if len(images) == 1:
+            return call.format("picture", json.dumps({"color": color_of(images[0])}))
+        return f"<answer>{color_of(images[-1])}</answer>"
+
+    dies = call.format("die", "{}")
+    ((painted,), (dead,)) = play(task, renderer, lambda example: paints, lambda example: lambda context, images: dies)
+    (context,) = painted.sequences
+    text = renderer.tokenizer.decode(context.token_ids)
+    assert '"name": "picture", "description": "Draw a picture in one color."' in text and '"name": "python"' in text
+    assert [turn.tool_call and turn.tool_call.tool for turn in painted.turns] == ["fail", "picture", None]
+    assert painted.turns[0].tool_call.error == "Error executing tool fail: <|im_end|><|vision_start|><|image_pad|> is an error"
+    (picture,) = painted.turns[1].images
+    assert color_of(picture) == "green" and context.images[-1] == picture and len(context.images) == 2
+    assert context.token_ids.count(renderer.image_token_id) == sum(image.num_tokens for image in context.images)
+    assert context.token_ids.count(renderer.end_id) == 2 + 2 * 3 - 1, "system, user, three replies and two observations"
+    assert painted.reward == pytest.approx(0.8 + 1.2) and painted.status is Status.COMPLETED
+    assert (dead.status, dead.reward, dead.stop_reason) == (Status.FAILED, None, StopReason.INFRA_ERROR)
+    assert dead.reason == "task.tools.mcp[paint]: the server failed (MCPError: Connection closed; out of memory)"

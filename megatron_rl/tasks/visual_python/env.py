@@ -4,12 +4,14 @@ The tool protocol parses the policy's replies. Code from the policy runs in a sa
 to the episode. Observations contain text and images. Text from the policy never causes an
 exception. Invalid replies and errors in code are reported in the observation. InfraError is raised
 only for causes outside of the policy's control: an image in the data set that cannot be opened, a
-sandbox that cannot be opened, or the failure of a sandbox or of the sandbox server.
+sandbox that cannot be opened, or the failure of a sandbox, of the sandbox server or of an MCP
+server.
 """
 
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from PIL.Image import Image as Picture
@@ -18,7 +20,9 @@ import megatron_rl_sandbox as sandbox
 from megatron_rl.data.clips import StoredVideo
 from megatron_rl.errors import AccessDenied, InfraError, PermanentInfraError
 from megatron_rl.rollout.task import Env, Step
+from megatron_rl.tasks.visual_python.function_tools import BUILTIN_NAMES, FunctionsProtocol
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS, ToolError
+from megatron_rl.tasks.visual_python.mcp_tools import EpisodeTools, McpTools
 from megatron_rl.tasks.visual_python.pyvision import CLIP_NAME
 from megatron_rl.tasks.visual_python.tool_protocol import CodeAction, FinalAnswer, MalformedReply, ToolAction, ToolProtocol
 from megatron_rl.types import Example, Message, ToolCall
@@ -49,7 +53,9 @@ class AgentEnv(Env):
     images are enforced outside of this class.
     """
 
-    def __init__(self, example: Example, *, protocol: ToolProtocol, pool: sandbox.SandboxPool | SandboxClient) -> None:
+    def __init__(
+        self, example: Example, *, protocol: ToolProtocol, pool: sandbox.SandboxPool | SandboxClient, server_tools: McpTools | None = None
+    ) -> None:  # fmt: skip
         """Create the environment for one example.
 
         Args:
@@ -58,6 +64,7 @@ class AgentEnv(Env):
                 of `StoredVideo`, is optional.
             protocol: Format of replies and observations.
             pool: Pool or client that opens the sandbox.
+            server_tools: Tools of MCP servers, which requires FunctionsProtocol.
         """
         self.example = example
         self.protocol = protocol
@@ -67,6 +74,7 @@ class AgentEnv(Env):
         self.num_images = 0
         """Number of images in the sequence so far."""
         self._box: sandbox.Box | RemoteBox | None = None
+        self._server_tools = None if server_tools is None else EpisodeTools(server_tools)
 
     async def reset(self, seed: int) -> list[Message]:
         """Return the messages of the prompt.
@@ -75,8 +83,11 @@ class AgentEnv(Env):
 
         Raises:
             PermanentInfraError: An image or the question is invalid.
-            InfraError: An image cannot be read.
+            InfraError: An image cannot be read, or an MCP server does not list its tools.
         """
+        if self._server_tools is not None:
+            assert isinstance(self.protocol, FunctionsProtocol), self.protocol.name
+            self.protocol = replace(self.protocol, server_tools=await self._server_tools.tools.list_tools(BUILTIN_NAMES))
         stored, question = self.example.payload["images"], self.example.payload["question"]
         assert isinstance(stored, tuple) and isinstance(question, str), f"example {self.example.id}: {dict(self.example.payload)}"
         try:
@@ -97,6 +108,8 @@ class AgentEnv(Env):
                 call, pictures = ToolCall(tool="", source="", text=f"Error: {reason}.", error=reason, ran=False), []
             case CodeAction(source):
                 call, pictures = await self._run_code(source)
+            case ToolAction(name, arguments) if self._server_tools is not None and name not in IMAGE_TOOLS:
+                call, pictures = await self._server_tools.call(name, arguments)
             case ToolAction(name, arguments):
                 call, pictures = await asyncio.to_thread(self._apply_image_tool, name, dict(arguments))
         messages = self.protocol.write_observation(call, pictures, num_previous_images=self.num_images)
@@ -104,9 +117,13 @@ class AgentEnv(Env):
         return Step(messages=messages, reward=0.0, done=False, tool_call=call)
 
     async def close(self) -> None:
-        """Close the sandbox, if one was opened."""
-        if self._box is not None:
-            await self._box.close()
+        """Close the sandbox and the sessions with MCP servers, as far as they were opened."""
+        try:
+            if self._server_tools is not None:
+                await self._server_tools.close()
+        finally:
+            if self._box is not None:
+                await self._box.close()
 
     async def _run_code(self, source: str) -> tuple[ToolCall, list[Picture]]:
         try:

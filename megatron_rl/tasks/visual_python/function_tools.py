@@ -1,6 +1,6 @@
 r"""Protocol with OpenAI-style function calls, in the format of Qwen2.5's chat template.
 
-The functions are python, zoom and rotate.
+The functions are python, zoom and rotate, and the tools of MCP servers (task.tools.mcp).
 
     reply         <tool_call>\n{"name": "python", "arguments": {"code": "..."}}\n</tool_call>
                   <answer>...</answer>
@@ -29,6 +29,7 @@ PYTHON_SCHEMA: Mapping[str, object] = {
     "The images of the question are there as image_0, image_1, ... (PIL images).",
     "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
 }
+BUILTIN_NAMES = ("python", *IMAGE_TOOLS)
 FUNCTIONS_GUIDE = """
 
 Call one function at a time. Look closer before you answer where details matter. The final answer goes into <answer>...</answer>."""
@@ -40,13 +41,15 @@ class FunctionsProtocol:
 
     name = "functions"
     stop: ClassVar[tuple[str, ...]] = ("</tool_call>",)
+    server_tools: tuple[Mapping[str, object], ...] = ()
+    """Name, description and JSON schema of the parameters of each tool of an MCP server."""
 
     def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
         """Return a system message with the functions and a user message with the question.
 
         The user message also contains the images and their sizes.
         """
-        tools = write_tools_prompt([PYTHON_SCHEMA, *(make_tool_schema(tool, tool) for tool in IMAGE_TOOLS)])
+        tools = write_tools_prompt([PYTHON_SCHEMA, *(make_tool_schema(tool, tool) for tool in IMAGE_TOOLS), *self.server_tools])
         names = list(self.name_images(pictures))
         size = ["\n", describe_sizes(names, pictures)] if names else []
         return [
@@ -56,12 +59,13 @@ class FunctionsProtocol:
 
     def parse_reply(self, reply: str) -> ParsedReply:
         """Parse a reply into code, a tool call, an answer or an error."""
-        call = parse_tool_reply(reply, allow_several=False)
-        if not isinstance(call, ToolAction) or call.name in IMAGE_TOOLS:
+        of_servers = [str(tool["name"]) for tool in self.server_tools]
+        call = parse_tool_reply(reply, allow_several=False, nested=of_servers)
+        if not isinstance(call, ToolAction) or call.name in IMAGE_TOOLS or call.name in of_servers:
             return call
         code = call.arguments.get("code")
         if call.name != "python":
-            return MalformedReply(f"there is no function {call.name[:60]!r}; there are python, {', '.join(IMAGE_TOOLS)}")
+            return MalformedReply(f"there is no function {call.name[:60]!r}; there are {', '.join((*BUILTIN_NAMES, *of_servers))}")
         return join_code_blocks((code,)) if isinstance(code, str) else MalformedReply("python needs the argument code, a text")
 
     def write_observation(self, call: ToolCall, pictures: Sequence[Picture], *, num_previous_images: int) -> list[Message]:

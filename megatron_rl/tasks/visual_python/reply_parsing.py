@@ -5,12 +5,16 @@ of the text.
 """
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from megatron_rl.rewards.answer import BOX_COMMAND, strip_box
 from megatron_rl.tasks.visual_python.tool_protocol import CodeAction, FinalAnswer, MalformedReply, ToolAction
+
+MAX_DEPTH = 32
+"""Maximum number of levels of nested lists and objects in arguments."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -106,10 +110,11 @@ def find_last_fence(reply: str) -> str | None:
     return last
 
 
-def parse_tool_call(body: str) -> ToolAction | MalformedReply:
+def parse_tool_call(body: str, *, nested: Collection[str] = ()) -> ToolAction | MalformedReply:
     """Parse one JSON object `{"name": string, "arguments": object}`.
 
     Each argument must be null, a number, a valid Unicode string, or a list of such values.
+    Arguments of the tools in `nested` may be any JSON value without NaN and infinities.
     """
     try:
         read = json.loads(body)
@@ -118,16 +123,20 @@ def parse_tool_call(body: str) -> ToolAction | MalformedReply:
     if not isinstance(read, dict) or not isinstance(read.get("name"), str) or not isinstance(read.get("arguments"), dict):
         return MalformedReply('a tool call is one JSON object {"name": <name>, "arguments": <object>}')
     arguments: Mapping[str, object] = read["arguments"]
+    if read["name"] in nested:
+        if not _is_json(arguments):
+            return MalformedReply(f"arguments are JSON with texts in Unicode, finite numbers and at most {MAX_DEPTH} levels")
+        return ToolAction(read["name"], arguments)
     if not all(_is_flat(value) for value in (*arguments, *arguments.values())):
         return MalformedReply("arguments are numbers, texts in Unicode, or lists of these")
     return ToolAction(read["name"], arguments)
 
 
-def parse_tool_reply(reply: str, *, allow_several: bool) -> FinalAnswer | ToolAction | MalformedReply:
+def parse_tool_reply(reply: str, *, allow_several: bool, nested: Collection[str] = ()) -> FinalAnswer | ToolAction | MalformedReply:
     """Parse a reply in the tool-call format of Qwen's chat template.
 
     If the reply contains several calls and `allow_several` is True, the last call is returned. If
-    `allow_several` is False, such a reply is malformed.
+    `allow_several` is False, such a reply is malformed. `nested` is that of `parse_tool_call`.
     """
     found = parse_blocks(reply, action="tool_call", reserved=("tool_response",))
     if isinstance(found, MalformedReply):
@@ -139,7 +148,7 @@ def parse_tool_reply(reply: str, *, allow_several: bool) -> FinalAnswer | ToolAc
     *earlier, last = found.bodies
     if earlier and not allow_several:
         return MalformedReply("call one function at a time")
-    return parse_tool_call(last)
+    return parse_tool_call(last, nested=nested)
 
 
 def _strip_fence(body: str) -> str:
@@ -152,6 +161,21 @@ def _strip_fence(body: str) -> str:
 def _is_flat(value: object) -> bool:
     values = value if isinstance(value, list) else [value]
     return all(item is None or isinstance(item, int | float) or (isinstance(item, str) and _is_unicode(item)) for item in values)
+
+
+def _is_json(value: object, *, depth: int = 0) -> bool:
+    match value:
+        case str():
+            return _is_unicode(value)
+        case float():
+            return math.isfinite(value)
+        case Mapping() | list() if depth >= MAX_DEPTH:
+            return False
+        case Mapping():
+            return all(_is_unicode(name) and _is_json(item, depth=depth + 1) for name, item in value.items())
+        case list():
+            return all(_is_json(item, depth=depth + 1) for item in value)
+    return True
 
 
 def _is_unicode(text: str) -> bool:

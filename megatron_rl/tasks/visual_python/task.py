@@ -16,7 +16,8 @@ from megatron_rl.tasks.question_task import QuestionTask
 from megatron_rl.tasks.visual_python.codev import CodeVProtocol
 from megatron_rl.tasks.visual_python.deepeyes import DeepEyesProtocol
 from megatron_rl.tasks.visual_python.env import AgentEnv
-from megatron_rl.tasks.visual_python.function_tools import FunctionsProtocol
+from megatron_rl.tasks.visual_python.function_tools import BUILTIN_NAMES, FunctionsProtocol
+from megatron_rl.tasks.visual_python.mcp_tools import McpTools
 from megatron_rl.tasks.visual_python.pyvision import CLIP_NAME, PyVisionProtocol
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from megatron_rl.types import Example
@@ -84,10 +85,13 @@ class VisualPythonTask(QuestionTask):
         self.reads_videos = settings.tool_format == "pyvision"
         self.rubric = rubrics.build_rubric(self.reward, judge=self.judge, tool_format=settings.tool_format)
         self._pool = make_sandbox(settings.sandbox)
+        self._server_tools = McpTools(settings.tools) if settings.tools.mcp else None
 
     async def start(self) -> None:
-        """Start the sandbox pool and, if one is configured, the judge."""
+        """Start the sandbox pool, list the tools of MCP servers, and start the judge."""
         await start_sandbox(self._pool, self.settings.sandbox)
+        if self._server_tools is not None:
+            await self._server_tools.list_tools(BUILTIN_NAMES)
         await super().start()
 
     async def close(self) -> None:
@@ -97,7 +101,8 @@ class VisualPythonTask(QuestionTask):
 
     def env(self, example: Example) -> AgentEnv:
         """Return a new environment for one question."""
-        return AgentEnv(example, protocol=TOOL_PROTOCOLS[self.settings.tool_format](example.payload), pool=self._pool)
+        protocol = TOOL_PROTOCOLS[self.settings.tool_format](example.payload)
+        return AgentEnv(example, protocol=protocol, pool=self._pool, server_tools=self._server_tools)
 
     def gold_replies(self, example: Example) -> list[str]:
         """Return replies that earn the full reward, one per turn.

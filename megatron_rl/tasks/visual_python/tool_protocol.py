@@ -21,9 +21,10 @@ class CodeAction:
 
 @dataclass(slots=True, frozen=True)
 class ToolAction:
-    """Call to the image tool `name`, which is `zoom` or `rotate`.
+    """Call to the tool `name`, which is `zoom`, `rotate` or a tool of an MCP server.
 
-    Arguments are null, numbers, strings, or lists of such values. The tool validates the arguments.
+    Arguments of zoom and rotate are null, numbers, strings, or lists of such values. The tool
+    validates the arguments.
     """
 
     name: str
