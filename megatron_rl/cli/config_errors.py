@@ -84,6 +84,9 @@ def composition_error_line(error: ConfigCompositionException, overrides: Sequenc
     place = re.match(r"In '(.+?)': \w+ raised", str(error))
     where = f"{place[1]}.yaml: " if place else ""
     typed = {} if place else dict(map(split_override, overrides))
+    entry = next((key for key in typed if isinstance(cause, OmegaConfBaseException) and _is_in_entry(cause, key)), "")
+    if isinstance(cause, OmegaConfBaseException) and entry:
+        return f"{format_typed(entry, typed)}: {describe_entry_error(cause, entry)}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         key = next((key for key in typed if f"'{key}'" in str(error)), str(cause.full_key))
         if get_origin(cause.ref_type) is dict:
@@ -118,6 +121,26 @@ def describe_expected_value(error: ValidationError, value: object) -> str:
     if get_origin(kind) is dict:
         return f"expects names with values; write +{error.full_key}.NAME={value}"
     return f"expects {TYPE_DESCRIPTIONS[kind]}"
+
+
+def describe_entry_error(error: OmegaConfBaseException, setting: str) -> str:
+    """Describe an error in an entry of a setting that is a list of groups, such as task.tools.mcp."""
+    group = get_args(setting_type(setting))[0]
+    names = ", ".join(field.name for field in fields(group))
+    if error.object_type is not group:
+        return f"contains an entry that is not a group {{KEY:VALUE,...}} of the keys {names}"
+    kind = get_type_hints(group).get(str(error.key))
+    if kind is None:
+        return f"{error.key} is not one of the keys {names}"
+    expected = f"a list; write {error.key}:[...]" if get_origin(kind) is list else TYPE_DESCRIPTIONS[kind]
+    return f"{error.key} expects {expected}"
+
+
+def _is_in_entry(error: OmegaConfBaseException, setting: str) -> bool:
+    """Return True if a setting is a list of groups, and the error is in one of its entries."""
+    kind = setting_type(setting)
+    group = get_args(kind)[0] if get_origin(kind) is list else None
+    return is_dataclass(group) and (error.object_type is group or str(error.full_key).startswith(f"{setting}["))
 
 
 def missing_config_line(error: MissingConfigException) -> str:

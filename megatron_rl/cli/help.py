@@ -175,6 +175,8 @@ def format_value(value: Any) -> str:
         return str(value).lower()
     if OmegaConf.is_list(value):
         return f"[{','.join(map(format_value, value))}]"
+    if OmegaConf.is_dict(value):
+        return f"{{{','.join(f'{name}:{format_value(each)}' for name, each in value.items())}}}"
     return "''" if value == "" else str(value)
 
 

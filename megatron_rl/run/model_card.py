@@ -95,6 +95,8 @@ def _differing(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             continue
         if is_dataclass(value):
             yield from _differing(value, f"{prefix}{field.name}.")
+        elif field.name == "mcp":  # programs and addresses are private
+            yield prefix + field.name, ", ".join(server.name for server in value)
         else:
             yield prefix + field.name, yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").rstrip()
 

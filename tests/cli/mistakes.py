@@ -81,6 +81,21 @@ MISTAKES = {
         "engine.max_images=8: must be at least task.options.history=9, the number of images in a prompt"
     ),
     "task=sokoban task.options.reply=json": "task.options.actions_per_turn=3: needs task.options.reply=tags; a JSON object has one action",
+    # tools of MCP servers
+    "task=visual_python task.tools.mcp=[{name:a,command:[python]}]": (
+        "task.tool_format=pyvision: does not support the tools of task.tools.mcp; use task.tool_format=functions"
+    ),
+    "task.tools.mcp=[{name:a,command:[python]}]": "task.tools.mcp=['a']: requires task=visual_python; remove this setting",
+    "task.tools.mcp=[{command:[python]}]": "task.tools.mcp=['python']: has no name; add name: NAME",
+    "task.tools.mcp=[{name:a}]": "task.tools.mcp[a]={'command': [], 'url': ''}: needs either command, the program of ..., or url, ...",
+    "task.tools.mcp=[{name:a,comand:[python]}]": (
+        "task.tools.mcp=[{name:a,comand:[python]}]: comand is not one of the keys name, command, url, token_file, env, tools"
+    ),
+    "task.tools.mcp=[{name:a,command:python}]": ("task.tools.mcp=[{name:a,command:python}]: command expects a list; write command:[...]"),
+    "task.tools.mcp=[{name:[a]}]": "task.tools.mcp=[{name:[a]}]: name expects text",
+    "task.tools.mcp=[a]": "task.tools.mcp=[a]: contains an entry that is not a group {KEY:VALUE,...} of the keys name, command, url, ...",
+    "task.tools.mcp=a": "task.tools.mcp=a: expects a list; write 'task.tools.mcp=[a]'",
+    "task.tools.call_timeout_s=0": "task.tools.call_timeout_s=0.0: must be a positive, finite number of seconds",
     # a value that is out of bounds
     "optim.lr=-1": "optim.lr=-1.0: must be a finite, non-negative number",
     "optim.lr=nan": "optim.lr=nan: must be a finite, non-negative number",

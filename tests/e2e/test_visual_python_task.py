@@ -7,7 +7,6 @@ import asyncio
 import base64
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -348,7 +347,7 @@ def test_pictures_of_an_mcp_server_are_observations(renderer: Renderer, question
     one = questions.with_name("one.jsonl")
     one.write_text(next(line for line in questions.read_text().splitlines(keepends=True) if "green" in line))
     command = [sys.executable, str(ROOT / "tests" / "support" / "mcp_server.py")]
-    server = McpServerSettings(name="paint", command=command, env=["PYTHONPATH"] if "PYTHONPATH" in os.environ else [])
+    server = McpServerSettings(name="paint", command=command)
     task = task_of(one, tool_format="functions", reward="deepeyes", tools=ToolSettings(mcp=[server]))
     call = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
 

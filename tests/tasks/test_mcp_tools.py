@@ -46,13 +46,12 @@ from tests.support import mcp_server
 
 REAL = ROOT / "tests" / "support" / "mcp_server.py"
 SCRIPTED = ROOT / "tests" / "support" / "scripted_mcp_server.py"
-PYTHON = ["PYTHONPATH"] if "PYTHONPATH" in os.environ else []
 TOOL = {"name": "look", "inputSchema": {"type": "object"}}
 ODD = {"name": "odd", "inputSchema": {"type": "object", "properties": {"x": {"type": "lot"}}}}
 
 
 def real(name: str = "real", **given: Any) -> McpServerSettings:
-    return McpServerSettings(name=name, command=[sys.executable, str(REAL)], env=PYTHON, **given)
+    return McpServerSettings(name=name, command=[sys.executable, str(REAL)], **given)
 
 
 def scripted(*tools: object, result: object = (), name: str = "scripted", **given: Any) -> McpServerSettings:
@@ -154,10 +153,10 @@ def test_a_program_sees_only_named_variables(monkeypatch: pytest.MonkeyPatch, pr
     for name in ("OPENAI_API_KEY", "WANDB_API_KEY", "HF_TOKEN", "RANK", "MAPS_KEY"):
         monkeypatch.setenv(name, "secret")
     server = programs.settings.mcp[0]
-    monkeypatch.setattr(server, "env", [*server.env, "MAPS_KEY"])
+    monkeypatch.setattr(server, "env", ["MAPS_KEY"])
     ((call, _),) = run(call_all(programs, ("environment", {})))
     names = {*call.text.split()}
-    assert "MAPS_KEY" in names and names <= {"HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LC_CTYPE", "MAPS_KEY", *PYTHON}
+    assert "MAPS_KEY" in names and names <= {"HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LC_CTYPE", "MAPS_KEY"}
 
 
 def test_a_program_that_fails_is_an_infrastructure_error(programs: McpTools, monkeypatch: pytest.MonkeyPatch) -> None:
