@@ -11,7 +11,7 @@ FILES = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py"
 
 def test_every_example_is_in_the_index_and_tested() -> None:
     index, tests = ((ROOT / name).read_text() for name in ("examples/README.md", "tests/examples/test_examples.py"))
-    assert len(FILES) == 11
+    assert len(FILES) == 13
     assert [name for name in FILES if f"]({name})" not in index or f"examples/{name}" not in index] == []
     assert [name for name in FILES if f'"{name}"' not in tests and f'"{name.removesuffix(".py")}"' not in tests] == []
 

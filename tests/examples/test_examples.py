@@ -1,9 +1,11 @@
 """The files in examples/, started as a user starts them, with small settings, on a warm start of a
 few SFT steps. Each result is compared with a computation in this file.
 
-The tool agent's training, the LoRA run, the evaluation and the sweep are marked long.
+The tool agent's training, the training of mcp_tools.py, the LoRA run, the evaluation and the sweep
+are marked long. "mcp_server.py" is started by mcp_tools.py.
 """
 
+import asyncio
 import json
 import re
 import runpy
@@ -200,6 +202,57 @@ def test_gymnasium_environment(learning_model: Path, tmp_path: Path) -> None:
             rewards.append(float(env.step(env.unwrapped.actions[turn.tool_call.source])[1]) if turn.tool_call.ran else 0.0)
         assert [turn.reward for turn in rollout.turns] == pytest.approx(rewards)
     assert len(rollouts) == 4
+
+
+def load_mcp_example(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return the names of examples/mcp_tools.py, which imports examples/mcp_server.py."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return SimpleNamespace(**runpy.run_path(str(EXAMPLES / "mcp_tools.py")))
+
+
+def shown_color(picture: Image.Image) -> str:
+    """Return the name of the only color of a picture."""
+    ((_, color),) = picture.convert("RGB").getcolors()
+    return {(255, 0, 0): "red", (0, 128, 0): "green", (0, 0, 255): "blue", (0, 0, 0): "black"}[color]
+
+
+def test_mcp_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The transcripts contain the tool, the call, the server's picture of the dot, and the answer."""
+    example = load_mcp_example(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(example.demonstrate.__globals__, "NUM_DOTS", 2)
+    asyncio.run(example.demonstrate())
+    folder = tmp_path / "runs" / "examples" / "mcp_tools"
+    rows = [json.loads(line) for line in (folder / "transcripts.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
+    for number, (row, color) in enumerate(zip(rows, ("red", "black"), strict=True)):
+        system, question, call, observation, answer = [message["content"] for message in row["messages"]]
+        assert '"name": "show_dot", "description": "Show a dot, given its number."' in system
+        assert (question, answer) == (f"What color is dot {number}?", f"<answer>{color}</answer>")
+        assert json.loads(call.split("\n")[1]) == {"name": "show_dot", "arguments": {"number": number}}
+        assert observation == "<tool_response>\n\n<image>\n</tool_response>"
+        (path,) = row["images"]
+        assert shown_color(Image.open(folder / path)) == color
+
+
+@pytest.mark.long
+def test_mcp_tools_training(learning_model: Path, tmp_path: Path) -> None:
+    """After the warm start, the policy calls the tool, and every picture in a recorded rollout is
+    that of the dot in the call.
+    """
+    script = EXAMPLES / "mcp_tools.py"
+    run(script, "demonstrate", folder=tmp_path)
+    run(script, "stage=sft", f"model.path={learning_model}", *SMALL, "sft.steps=[40]", folder=tmp_path)
+    run(script, *SMALL, "run.steps=1", "batch.prompts_per_step=2", "batch.group_size=2", folder=tmp_path)
+    (file,) = (tmp_path / "runs" / "examples" / "mcp_tools" / "grpo" / "rollouts").glob("step_*.jsonl")
+    num_pictures = 0
+    for rollout in (entry.rollout for entry in read_recorded(file)):
+        for turn in rollout.turns:
+            for picture in turn.images:
+                number = json.loads(turn.tool_call.source)["number"]
+                assert shown_color(picture.pil) == ("red", "green", "blue", "black")[(number * 7 + number // 3) % 4]
+                num_pictures += 1
+    assert num_pictures > 0
 
 
 @pytest.mark.long

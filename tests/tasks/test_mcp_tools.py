@@ -38,6 +38,7 @@ from PIL import Image
 
 from megatron_rl.config import McpServerSettings, ToolSettings
 from megatron_rl.errors import AccessDenied, InfraError, PermanentInfraError
+from megatron_rl.supervisor import TERM_GRACE_S
 from megatron_rl.tasks.visual_python.mcp_results import read_result, truncate_text
 from megatron_rl.tasks.visual_python.mcp_tools import EpisodeTools, McpTools
 from megatron_rl.types import ToolCall
@@ -184,7 +185,9 @@ def test_a_url_without_a_server_is_an_infrastructure_error(url: str) -> None:
 
 
 def test_servers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
-    """After SIGKILL of the run, neither the server nor a process that it started remains."""
+    """After SIGKILL of the run, neither the server nor a process that it started remains, although
+    the server is stuck in a call and ignores SIGTERM.
+    """
     code = f"""
 import asyncio, sys
 from tests.tasks.test_mcp_tools import McpTools, ToolSettings, EpisodeTools, real
@@ -192,9 +195,12 @@ from tests.tasks.test_mcp_tools import McpTools, ToolSettings, EpisodeTools, rea
 async def main():
     tools = McpTools(ToolSettings(mcp=[real()]))
     await tools.list_tools(())
-    call, _ = await EpisodeTools(tools).call("spawn", {{}})
+    episode = EpisodeTools(tools)
+    call, _ = await episode.call("spawn", {{}})
+    stuck = asyncio.create_task(episode.call("hang", {{}}))
+    await asyncio.sleep(1)
     print(call.text, flush=True)
-    await asyncio.sleep(600)
+    await stuck
 
 sys.path.insert(0, {str(ROOT)!r})
 asyncio.run(main())
@@ -205,7 +211,7 @@ asyncio.run(main())
         started = [psutil.Process(int(number)) for number in trainer.stdout.readline().split()]
         trainer.send_signal(signal.SIGKILL)
     assert len(started) == 2
-    _, alive = psutil.wait_procs(started, timeout=30)
+    _, alive = psutil.wait_procs(started, timeout=4 * TERM_GRACE_S)
     assert alive == []
 
 

@@ -235,6 +235,30 @@ def test_functions_are_described_as_json() -> None:
     assert all(entry["type"] == "function" and entry["function"]["parameters"]["type"] == "object" for entry in listed)
 
 
+SERVED = FunctionsProtocol(server_tools=({"name": "plan", "description": "Plans <a> way.", "parameters": {"type": "object"}},))
+
+
+def test_tools_of_servers_are_listed_and_called_with_any_json() -> None:
+    """Tools of MCP servers follow the others in the prompt. Their arguments are any JSON, up to 32
+    levels, without lone surrogates, NaN and infinities; the other tools take flat arguments."""
+    system = flat(SERVED.write_prompt("Q", [])[:1])[0]
+    listed = [json.loads(line) for line in system.split("<tools>\n")[1].split("\n</tools>")[0].split("\n")]
+    assert [entry["function"]["name"] for entry in listed] == ["python", "zoom", "rotate", "plan"]
+    assert listed[-1] == {"type": "function", "function": SERVED.server_tools[0]}
+    nested = {"way": [{"to": "a", "by": [1, 2.5, None, True]}], "é": {}}
+    assert SERVED.parse_reply(SERVED.write_call("plan", nested)) == ToolAction("plan", nested)
+    for levels, is_valid in ((31, True), (32, False), (400, False)):
+        reply = SERVED.write_call("plan", {"x": json.loads("[" * levels + "]" * levels)})
+        assert isinstance(SERVED.parse_reply(reply), ToolAction if is_valid else MalformedReply)
+    for odd in ('{"x": NaN}', '{"x": [-Infinity]}', '{"x": {"\\ud800": 1}}', '{"x": {"y": "\\ud800"}}', '{"x": 1e999}'):
+        found = SERVED.parse_reply(f'<tool_call>{{"name": "plan", "arguments": {odd}}}</tool_call>')
+        assert isinstance(found, MalformedReply) and "32 levels" in found.reason
+    assert isinstance(SERVED.parse_reply(SERVED.write_call("zoom", nested)), MalformedReply)
+    assert SERVED.parse_reply(SERVED.write_code("1")) == CodeAction("1")
+    strange = SERVED.parse_reply(SERVED.write_call("plam", {}))
+    assert strange == MalformedReply("there is no function 'plam'; there are python, zoom, rotate, plan")
+
+
 def test_file_names_of_codev_are_kept_apart() -> None:
     """An image without a file name gets one that no other image has."""
     assert CodeVProtocol(("image_1.png",)).name_images(PICTURES) == {"image_1.png": PICTURES[0], "image_2.png": PICTURES[1]}
