@@ -117,7 +117,7 @@ def check_data(settings: Settings, report: CheckReport, *, renderer: Renderer | 
                 opened[split] = open_benchmark_questions(data, split)
         except ValueError as error:
             report.add_failure(f"data.{split}", str(error))
-    beside = measure_overhead_tokens(settings, task, opened, renderer) if renderer and task else 0
+    beside = measure_overhead_tokens(settings, task, opened, renderer, report) if renderer and task else 0
     for split, questions in opened.items():
         prompts = PromptLengthChecker(settings, renderer, overhead_tokens=beside) if renderer else None
         found = survey_questions(questions, check_question=prompts.check_question if prompts else None)
@@ -146,11 +146,13 @@ def check_transcripts(settings: Settings, report: CheckReport, *, renderer: Rend
     report.warnings += [f"task.data.demonstrations: {line}" for line in found.warnings]
 
 
-def measure_overhead_tokens(settings: Settings, task: Task, questions_by_split: Mapping[str, QuestionDataset], renderer: Renderer) -> int:
+def measure_overhead_tokens(
+    settings: Settings, task: Task, questions_by_split: Mapping[str, QuestionDataset], renderer: Renderer, report: CheckReport
+) -> int:
     """Return the number of tokens that the task's prompt adds to a question.
 
     As in a run, the number is measured with the first question (preflight/prompts.py). Return 0 if
-    the question cannot be rendered.
+    the question cannot be rendered. A prompt with the tools of MCP servers is reported.
     """
     if settings.task.name not in DATA_TASKS or not questions_by_split:
         return 0
@@ -158,8 +160,17 @@ def measure_overhead_tokens(settings: Settings, task: Task, questions_by_split: 
         example = next(iter(questions_by_split.values()))[0]
     except ValueError:  # check_data reports the invalid row
         return 0
-    prompt = asyncio.run(render_prompt(task, example, renderer, seed=0))
-    return 0 if prompt is None else measure_prompt_overhead(example, prompt, settings, renderer)
+    try:
+        prompt = asyncio.run(render_prompt(task, example, renderer, seed=0))
+    except InfraError as fault:
+        if settings.task.tools.mcp:
+            report.add_failure("task.tools.mcp", str(fault))
+        return 0  # check_data reports an image that cannot be opened
+    overhead = measure_prompt_overhead(example, prompt, settings, renderer)
+    if settings.task.tools.mcp:
+        names = ", ".join(server.name for server in settings.task.tools.mcp)
+        report.add_finding("task.tools.mcp", f"{names}: tools are listed; the text around a question has {overhead} tokens")
+    return overhead
 
 
 def check_prompts_fit(prompts: PromptLengthChecker, report: CheckReport, *, split: str, num: int, example_error: str) -> None:

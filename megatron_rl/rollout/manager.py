@@ -341,12 +341,12 @@ class RolloutManager:
         """
 
         async def opened() -> TokenSequence | None:
-            first = self.engine_rank.index == 0
-            return (
-                await render_prompt(self.task, self._examples[0], self.renderer, seed=derive_seed(self.episode_settings.seed, 0))
-                if first
-                else None
-            )
+            if self.engine_rank.index != 0:
+                return None
+            try:
+                return await render_prompt(self.task, self._examples[0], self.renderer, seed=derive_seed(self.episode_settings.seed, 0))
+            except InfraError:  # the example's episodes report it
+                return None
 
         return self.engine.run(opened())
 
@@ -411,16 +411,14 @@ class RolloutManager:
             self.engine.close()
 
 
-async def render_prompt(task: Task, example: Example, renderer: Renderer, *, seed: int) -> TokenSequence | None:
+async def render_prompt(task: Task, example: Example, renderer: Renderer, *, seed: int) -> TokenSequence:
     """Render the prompt of an example without an engine.
 
-    Returns None if the environment raises InfraError; the example's episodes will probably raise
-    this error again and report it.
+    Raises:
+        InfraError: The environment raises it; the example's episodes will probably raise it again.
     """
     env = task.env(example)
     try:
         return renderer.prompt(await env.reset(seed))
-    except InfraError:
-        return None
     finally:
         await env.close()

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 import megatron_rl_sandbox.host_report
 from megatron_rl.algo.rollout_correction import mismatch_warnings
-from megatron_rl.config import ColumnSettings, Settings
+from megatron_rl.config import ColumnSettings, McpServerSettings, Settings, ToolSettings
 from megatron_rl.data.questions import load_questions, open_questions
 from megatron_rl.data.survey import survey_questions
 from megatron_rl.errors import InfraError
@@ -112,6 +112,23 @@ def test_what_is_wrong_is_told_in_a_line_each(sound: list[str], tmp_path: Path) 
         "bad.jsonl row 2: bbox [5, 5, 5, 9] is empty",
         "data_source mine: has no specific rule; its answers are compared as text, number, choice and mathematics, then by a judge",
     ]
+
+
+def test_the_tools_of_mcp_servers_are_listed(sound: list[str]) -> None:
+    """A server that lists tools is a finding, and one that does not start is an error."""
+    tools = '[{"name": "look", "description": "Looks.", "inputSchema": {"type": "object"}}]'
+    command = [sys.executable, str(ROOT / "tests" / "support" / "scripted_mcp_server.py"), tools, "[]"]
+    settings = settings_of("task=visual_python", *sound[1:], "task.tool_format=functions")
+    plain = run_checks(settings)
+    settings.task.tools = ToolSettings(mcp=[McpServerSettings(name="eyes", command=command)])
+    report = run_checks(settings)
+    assert report.errors == plain.errors
+    assert dict(report.findings)["task.tools.mcp"].startswith("eyes: tools are listed; the text around a question has ")
+    lengths = [int(re.findall(r"longest prompt (\d+)", dict(each.findings)["data.train"])[0]) for each in (plain, report)]
+    assert lengths[0] + 20 < lengths[1] < lengths[0] + 200, "the tool is in the prompt"
+    settings.task.tools.mcp[0].command = [sys.executable, "-c", "raise SystemExit('no licence')"]
+    gone = "task.tools.mcp[eyes]: the server failed (MCPError: Connection closed; no licence)"
+    assert gone in run_checks(settings).errors
 
 
 def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
