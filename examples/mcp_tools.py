@@ -17,8 +17,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcp_server import color_of
-
 from megatron_rl.cli import cli
 from megatron_rl.config import DataSettings, McpServerSettings, TaskSettings, ToolSettings
 from megatron_rl.tasks.visual_python.function_tools import FunctionsProtocol
@@ -41,6 +39,11 @@ RL = [
     f"model.path={FOLDER}/sft/final", f"run.dir={FOLDER}/grpo", "run.steps=10", "optim.lr=2e-4",
     "batch.prompts_per_step=8", "batch.group_size=8",
 ]  # fmt: skip
+
+
+def color_of(number: int) -> str:
+    """Return the color of a dot, as in mcp_server.py."""
+    return ("red", "green", "blue", "black")[(number * 7 + number // 3) % 4]
 
 
 def write_questions() -> list[dict[str, str]]:

@@ -124,7 +124,7 @@ def describe_expected_value(error: ValidationError, value: object) -> str:
 
 
 def describe_entry_error(error: OmegaConfBaseException, setting: str) -> str:
-    """Describe an error in an entry of a setting that is a list of groups, such as task.tools.mcp."""
+    """Describe an error in an entry of a list of groups, such as task.tools.mcp."""
     group = get_args(setting_type(setting))[0]
     names = ", ".join(field.name for field in fields(group))
     if error.object_type is not group:

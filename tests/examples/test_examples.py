@@ -204,12 +204,6 @@ def test_gymnasium_environment(learning_model: Path, tmp_path: Path) -> None:
     assert len(rollouts) == 4
 
 
-def load_mcp_example(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Return the names of examples/mcp_tools.py, which imports examples/mcp_server.py."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return SimpleNamespace(**runpy.run_path(str(EXAMPLES / "mcp_tools.py")))
-
-
 def shown_color(picture: Image.Image) -> str:
     """Return the name of the only color of a picture."""
     ((_, color),) = picture.convert("RGB").getcolors()
@@ -218,7 +212,7 @@ def shown_color(picture: Image.Image) -> str:
 
 def test_mcp_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The transcripts contain the tool, the call, the server's picture of the dot, and the answer."""
-    example = load_mcp_example(monkeypatch)
+    example = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "mcp_tools.py")))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(example.demonstrate.__globals__, "NUM_DOTS", 2)
     asyncio.run(example.demonstrate())

@@ -53,7 +53,9 @@ class McpTools:
         self._schemas: tuple[Mapping[str, object], ...] = ()
 
     async def list_tools(self, taken: tuple[str, ...]) -> tuple[Mapping[str, object], ...]:
-        """Return name, description and parameters of every tool; start the servers for the first list.
+        """Return name, description and parameters of every tool.
+
+        The servers are started for the first list, and ended after it.
 
         Raises:
             InfraError: A server does not start or respond, or its list is not valid.
