@@ -90,7 +90,7 @@ class McpSession:
             raise PermanentInfraError(f"{key}.tools={unknown[0]}: is not a tool of this server; choose from {', '.join(listed)}")
         offered = [tool for name, tool in listed.items() if not self.server.tools or name in self.server.tools]
         for tool in offered:
-            problem = find_schema_problem(cast(Mapping[str, object], tool["parameters"]))
+            problem = find_schema_problem(cast(dict[str, object], tool["parameters"]))
             if problem:
                 others = ",".join(name for name in listed if name != tool["name"])
                 remedy = f"repair the server, or offer its other tools: tools:[{others}]" if others else "repair the server"
@@ -226,7 +226,7 @@ def find_leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def find_schema_problem(schema: Mapping[str, object]) -> str:
+def find_schema_problem(schema: dict[str, object]) -> str:
     """Describe why a schema is not a JSON schema; '' if it is one."""
     try:
         validators.validator_for(schema, default=Draft202012Validator).check_schema(schema)
