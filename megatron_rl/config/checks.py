@@ -3,6 +3,8 @@
 Each error message contains the dotted key, the value and the fix, because users see only this line.
 """
 
+from urllib.parse import urlsplit
+
 
 def require(condition: bool, key: str, value: object, remedy: str) -> None:
     """Raise ValueError unless `condition` is true; the error message is `key=value: remedy`.
@@ -25,6 +27,17 @@ def require_address(key: str, address: str) -> None:
     """
     remedy = "contains @, ? or #; give only scheme, host, port and path: a password would appear in config.yaml and in errors"
     require(not set("@?#") & set(address), key, "...", remedy)
+
+
+def require_url(key: str, url: str, *, path: str = "") -> None:
+    """Raise ValueError unless `url` is an HTTP address without credentials; `path` is an example."""
+    require_address(key, url)
+    try:
+        parts = urlsplit(url)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_valid = False
+    require(is_valid, key, url, f"is not a valid URL; use http://HOST:PORT{path}")
 
 
 def require_no_key(key: str, words: list[str]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megatron_rl.config.checks import require, require_address, require_choice
+from megatron_rl.config.checks import require, require_address, require_choice, require_url
 from megatron_rl.config.client import ClientSettings
 from megatron_rl.config.lewis import ListenerSettings, SpeakerSettings
 from megatron_rl.config.tools import ToolSettings
@@ -69,8 +69,7 @@ class EngineSettings:
     def __post_init__(self) -> None:
         require_choice("engine.mode", self.mode, ("colocated", "server"))
         for url in self.urls:
-            require_address("engine.urls", url)
-            require(url.startswith(("http://", "https://")), "engine.urls", url, "is not a valid URL; use http://HOST:PORT")
+            require_url("engine.urls", url)
         remedy = "contains a server twice; list each server once"
         require(len({url.rstrip("/") for url in self.urls}) == len(self.urls), "engine.urls", self.urls, remedy)
         remedy = (

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.checks import require, require_address, require_choice
+from megatron_rl.config.checks import require, require_choice, require_url
 
 CARD_ART_NAMES = ("large", "classic", "night")
 
@@ -294,8 +294,8 @@ class AgentOptions:
 
     def __post_init__(self) -> None:
         require(self.processes >= 1, "task.options.processes", self.processes, "must be at least 1")
-        is_http = not self.url or self.url.startswith(("http://", "https://"))
-        require(is_http, "task.options.url", self.url, "must begin with http:// or https://")
+        if self.url:
+            require_url("task.options.url", self.url, path="/PATH")
 
 
 @dataclass
@@ -353,13 +353,7 @@ class LewisSpeakerOptions(LewisOptions):
         for part in self.parts:
             require_choice("task.options.parts", part, ("accuracy", "format", "length", "overlap"))
         for name, url in self.held_out_listeners.items():
-            require_address(f"task.options.held_out_listeners.{name}", url)
-            require(
-                url.startswith(("http://", "https://")),
-                f"task.options.held_out_listeners.{name}",
-                url,
-                "is not a valid URL; use http://HOST:PORT",
-            )
+            require_url(f"task.options.held_out_listeners.{name}", url)
             taken = ("picked", "words", "accuracy", "format", "length", "overlap", "success", "return", "drift", "tool_use", "episodes")
             require(name not in taken, "task.options.held_out_listeners", name, "is the name of another metric; choose another name")
         strangers = sorted({*self.held_out_token_files} - {*self.held_out_listeners})

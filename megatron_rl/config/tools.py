@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from megatron_rl.config.checks import require, require_address
+from megatron_rl.config.checks import require, require_url
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,10 +31,7 @@ class McpServerSettings:
         remedy = "needs either command, the program of the server, or url, the address of a running server"
         require(bool(self.command) != bool(self.url), self.key, {"command": self.command, "url": self.url}, remedy)
         if self.url:
-            require_address(f"{self.key}.url", self.url)
-            require(
-                self.url.startswith(("http://", "https://")), f"{self.key}.url", self.url, "is not a valid URL; use http://HOST:PORT/mcp"
-            )
+            require_url(f"{self.key}.url", self.url, path="/mcp")
             require(not self.env, f"{self.key}.env", self.env, "belongs to a server with a command; remove this setting")
         require(
             bool(self.url) or not self.token_file, f"{self.key}.token_file", self.token_file, "belongs to a server with a url; remove it"

@@ -68,6 +68,12 @@ def test_settings_that_an_agent_cannot_have(tmp_path: Path, given: dict, message
         build_task(TaskSettings(**{"name": "agent", "data": data, "options": options, **given}))
 
 
+@pytest.mark.parametrize("url", ["agents", "ftp://node2:8000", "http://", "http://[", "http://node2:port", "http://node2:0", "http:///run"])
+def test_an_address_that_no_service_has(url: str) -> None:
+    with pytest.raises(ValueError, match=r"^task.options.url=.*: is not a valid URL; use http://HOST:PORT/PATH$"):
+        AgentOptions(url=url)
+
+
 def test_branches_and_new_prompts(renderer: Renderer, tmp_path: Path) -> None:
     """A second continuation of the first response branches off; a history without or with an edited
     response is a new prompt, and its assistant messages have no loss."""

@@ -18,6 +18,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.types import INVALID_PARAMS, CallToolResult, ListToolsResult
 from pydantic import ValidationError
 
+from megatron_rl.clients.openai import proxy_options
 from megatron_rl.clients.proxies import proxy_hint
 from megatron_rl.config import McpServerSettings, ToolSettings
 from megatron_rl.errors import AccessDenied, InfraError, PermanentInfraError
@@ -146,7 +147,8 @@ class McpSession:
         headers = bearer_header(read_token(self.server.token_file)) if self.server.token_file else {}
         read_s = max(self.settings.startup_timeout_s, self.settings.call_timeout_s) + 5  # after the timeout of the call
         timeout = httpx2.Timeout(self.settings.startup_timeout_s, read=read_s)
-        return httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks={"response": [note_denial]})
+        hooks = {"response": [note_denial]}
+        return httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks=hooks, **proxy_options([self.server.url]))
 
     async def _list(self) -> list[Mapping[str, object]]:
         client, cursor = self._client.result(), None
