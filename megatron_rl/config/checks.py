@@ -30,7 +30,10 @@ def require_address(key: str, address: str) -> None:
 
 
 def require_url(key: str, url: str, *, path: str = "") -> None:
-    """Raise ValueError unless `url` is an HTTP address without credentials; `path` is an example."""
+    """Raise ValueError unless `url` is an HTTP address without credentials.
+
+    `path` is the path in the example of the error message.
+    """
     require_address(key, url)
     try:
         parts = urlsplit(url)
