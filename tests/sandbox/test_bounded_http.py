@@ -155,7 +155,7 @@ def test_a_token_that_a_server_repeats_is_in_no_error() -> None:
 
 def test_there_is_no_other_client() -> None:
     """Only sandbox/bounded_http.py imports httpx. Other HTTP libraries are imported only by the
-    bounded clients in clients/, the Lewis clients, the judge and the endpoint policy."""
+    bounded clients in clients/, the Lewis clients, the judge, the endpoint policy and MCP sessions."""
     found: dict[str, set[str]] = {}
     for path in (path for package in ("megatron_rl", "sandbox", "tools", "launch") for path in (ROOT / package).rglob("*.py")):
         for name in [] if "attack" in path.parts else re.findall(CLIENTS, path.read_text(), flags=re.MULTILINE):
@@ -164,4 +164,5 @@ def test_there_is_no_other_client() -> None:
     lewis = {f"megatron_rl/tasks/lewis/{name}_client.py" for name in ("listener", "partner", "speaker")}
     assert found.pop("httpx") == {"sandbox/bounded_http.py"}
     assert found.pop("urllib.request") == {"megatron_rl/clients/proxies.py"}, "which reads the environment and asks nobody"
-    assert set.union(*found.values()) <= {*clients, *lewis, "megatron_rl/rewards/judge.py", "megatron_rl/evaluation/endpoint_policy.py"}
+    others = {"rewards/judge.py", "evaluation/endpoint_policy.py", "tasks/visual_python/mcp_session.py"}
+    assert set.union(*found.values()) <= {*clients, *lewis, *(f"megatron_rl/{name}" for name in others)}

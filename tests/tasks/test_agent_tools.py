@@ -219,4 +219,8 @@ def test_a_service_runs_the_agent(renderer: Renderer, tmp_path: Path) -> None:
         rollout, _ = play(tmp_path, renderer, "", url=f"{address}/broken")
         assert rollout.status is Status.FAILED and "status 500 (working\nr0)" in rollout.reason
     rollout, _ = play(tmp_path, renderer, "", url=f"{address}/episode")
-    assert rollout.stop_reason is StopReason.PERMANENT_INFRA_ERROR and "ConnectError" in rollout.reason, rollout.reason
+    assert (
+        rollout.stop_reason is StopReason.PERMANENT_INFRA_ERROR
+        and "ConnectError" in rollout.reason
+        and "task.options.url=" in rollout.reason
+    ), rollout.reason

@@ -7,18 +7,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Protocol
 
-import httpx2
-
 from megatron_rl import supervisor
-from megatron_rl.clients.proxies import proxy_hint
 from megatron_rl.supervisor import STOP_TIMEOUT_S, TORCHRUN_PREFIXES
+from megatron_rl_sandbox.bounded_http import BoundedClient, NoResponse
 from megatron_rl_sandbox.token import USER_KEY_VARIABLES
 
 MAX_OUTPUT_BYTES = 64 << 10
-"""Number of bytes that are kept from the end of the agent's output."""
+"""Number of bytes that are kept from the end of a process's output, and maximum size of the
+response of a service.
+"""
+MAX_EPISODE_S = 86_400.0
+"""Timeout of the request to a service. The time between two requests of the agent is limited by
+task.env_timeout_s.
+"""
 _CHUNK_BYTES = 64 << 10
 MAX_QUOTED_CHARS = 300
 
@@ -111,15 +116,8 @@ class AgentService:
     """Agent that a service runs: one request, with a response when the agent has ended."""
 
     def __init__(self, url: str, episode: Mapping[str, object]) -> None:
-        """Send the request. `episode` is its body, in JSON.
-
-        Raises:
-            InfraError: The address of a proxy is unusable.
-        """
-        from megatron_rl.clients.openai import proxy_options  # imports openai
-
+        """Send the request. `episode` is its body, in JSON."""
         self._url = url
-        self._client = httpx2.AsyncClient(timeout=None, **proxy_options([url]))
         self._response = asyncio.create_task(self._post(episode))
 
     async def wait(self) -> AgentExit:
@@ -132,17 +130,14 @@ class AgentService:
         await asyncio.wait((self._response,))
 
     async def _post(self, episode: Mapping[str, object]) -> AgentExit:
-        # The time is limited by task.env_timeout_s.
         try:
-            async with self._client as client, client.stream("POST", self._url, json=episode) as response:
-                body = b""
-                async for chunk in response.aiter_bytes():
-                    body = (body + chunk)[-MAX_OUTPUT_BYTES:]
-        except httpx2.HTTPError as error:
-            return self._describe(f"{type(error).__name__} {str(error)[:MAX_QUOTED_CHARS]}{proxy_hint(self._url)}", is_failed=True)
-        text = body.decode(errors="replace").strip()
-        described = f"the service responded with status {response.status_code} ({text[-MAX_QUOTED_CHARS:] or 'no text'})"
-        return self._describe(described, is_failed=response.status_code != httpx2.codes.OK, result=(text.splitlines() or [""])[-1].strip())
+            async with BoundedClient() as client:
+                answer = await client.request("POST", self._url, episode, timeout_s=MAX_EPISODE_S, max_bytes=MAX_OUTPUT_BYTES)
+        except NoResponse as error:
+            return self._describe(str(error)[:MAX_QUOTED_CHARS], is_failed=True)
+        text = answer.text.strip()
+        described = f"the service responded with status {answer.status} ({text[-MAX_QUOTED_CHARS:] or 'no text'})"
+        return self._describe(described, is_failed=answer.status != HTTPStatus.OK, result=(text.splitlines() or [""])[-1].strip())
 
     def _describe(self, described: str, *, is_failed: bool, result: str = "") -> AgentExit:
         return AgentExit(result, f"task.options.url={self._url}: {described}", is_failed=is_failed)

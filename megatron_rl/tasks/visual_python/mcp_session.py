@@ -144,7 +144,8 @@ class McpSession:
         async def note_denial(response: httpx2.Response) -> None:
             self._is_denied = self._is_denied or response.status_code in (401, 403)
 
-        headers = bearer_header(read_token(self.server.token_file)) if self.server.token_file else {}
+        token = bearer_header(read_token(self.server.token_file)) if self.server.token_file else {}
+        headers = {"Accept-Encoding": "identity", **token}
         read_s = max(self.settings.startup_timeout_s, self.settings.call_timeout_s) + 5  # after the timeout of the call
         timeout = httpx2.Timeout(self.settings.startup_timeout_s, read=read_s)
         hooks = {"response": [note_denial]}
