@@ -277,7 +277,7 @@ def test_one_environment_fails_alone(tmp_path: Path) -> None:
     """While 8 of 58 environments fail in different ways, the other 50 finish, and the event loop
     runs while one hangs. Every environment is closed that has not lost its process.
     """
-    task = make_task("Faulty", step_timeout_s=2.0, kwargs={"closed": str(tmp_path)})
+    task = make_task("Faulty", step_timeout_s=6.0, kwargs={"closed": str(tmp_path)})
     faults = [fault.name for fault in Faults if fault.name not in ("walk", "slow")]
 
     async def fail(fault: str, number: int) -> str:
