@@ -149,7 +149,7 @@ def test_each_choice_is_a_turn(renderer: Renderer, tmp_path: Path) -> None:
 
 
 def test_abandoned_choices_have_no_loss_if_a_setting_says_so(renderer: Renderer, tmp_path: Path) -> None:
-    """Of three choices the second one is continued, so the first and the third are abandoned."""
+    """The second of three choices is continued, so the first and the third are abandoned."""
     for is_trained, expected in ((True, ["r0", "r1r3", "r2"]), (False, ["", "r1r3", ""])):
         rollout, _ = play(tmp_path, renderer, "choices", train_abandoned=is_trained)
         for context, text in zip(rollout.sequences, expected, strict=True):

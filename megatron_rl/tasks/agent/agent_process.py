@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -30,12 +30,12 @@ MAX_QUOTED_CHARS = 300
 
 @dataclass(slots=True, frozen=True)
 class AgentExit:
-    """How an agent ended."""
+    """Result of an agent that has ended, or the reason why it failed."""
 
     result: str
     """Result of the agent; for a process, the last line that it printed."""
     description: str
-    """How the agent ended, for an error message."""
+    """Text for an error message: exit code or status, with the last output."""
     is_failed: bool = False
 
 
@@ -73,10 +73,13 @@ class AgentProcess:
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_PREFIXES) and name not in USER_KEY_VARIABLES
         }
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", supervisor.__file__, *command, cwd=folder, env={**inherited, **environment},
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+        with ExitStack() as undo:
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", supervisor.__file__, *command, cwd=folder, env={**inherited, **environment},
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+            undo.pop_all()
         return cls(process, command, folder)
 
     async def wait(self) -> AgentExit:

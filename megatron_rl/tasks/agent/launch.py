@@ -22,7 +22,7 @@ REWARD_KEY_VARIABLE = "MEGATRON_RL_REWARD_KEY"
 
 @dataclass(slots=True, frozen=True)
 class AgentLaunch:
-    """How the agents of a task are started. Exactly one of `command` and `url` is not empty."""
+    """Command or service that runs the agents of a task; one of `command` and `url` is empty."""
 
     command: Sequence[str] = ()
     """Program and arguments."""
