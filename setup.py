@@ -73,7 +73,7 @@ setup(
         "crafter": ["crafter==1.8.3", "imageio==2.38.1", "opensimplex==0.4.5.1", "ruamel-yaml==0.19.1"],
         "miniworld": ["miniworld==2.1.0", "pyglet==1.5.31"],
         "miniwob": ["miniwob==1.1.0"],
-        "mcp": ["mcp>=2.3,<3"],  # MCP servers of task.tools.mcp; in both locks, because vLLM declares it for GPUs as well
+        "mcp": ["mcp>=2.3,<3"],  # task.tools.mcp; both locks have it
         # Its own bound on Pillow is below what it was seen to run with; the locks, which are installed without dependencies, have it.
         "onnx": ["onnxruntime>=1.20"],  # encoders that are ONNX files (tools/data/make_lewis.py)
         "trackio": ["trackio>=0.43,<0.44"],

@@ -28,10 +28,9 @@ if TYPE_CHECKING:  # imports fastapi
 RequestKey = tuple[object, ...]
 """Number of choices, stop strings and message keys of a request."""
 MAX_ANSWER_CHARS = 4000
-ENDED = RequestError("the episode has ended: the policy has reached a limit of the run", code="episode_ended", status=403)
-
-
 MAX_QUOTED_CHARS = 60
+"""Number of characters that are quoted of a response that the agent returned changed."""
+ENDED = RequestError("the episode has ended: the policy has reached a limit of the run", code="episode_ended", status=403)
 
 
 @dataclass(slots=True, eq=False)
