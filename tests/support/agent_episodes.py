@@ -34,10 +34,12 @@ class Counting:
     texts: Sequence[str] = ()
     weight_version: int = 0
     contexts: list[list[int]] = field(default_factory=list)
+    stops: list[tuple[str, ...]] = field(default_factory=list)
 
     async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
         await asyncio.sleep(0.05)  # lets requests arrive at the same time
         self.contexts.append(list(token_ids))
+        self.stops.append(sampling.stop)
         number = len(self.contexts) - 1
         text = self.texts[number] if number < len(self.texts) else f"r{number}"
         end = () if any(each in text for each in sampling.stop) else (self.renderer.end_id,)
@@ -60,19 +62,24 @@ def make_task(
 def play(
     folder: Path, renderer: Renderer, mode: str, *, texts: Sequence[str] = (), settings: EpisodeSettings = SETTINGS, **given: object
 ) -> tuple[Rollout, Counting]:
-    """Run one episode."""
-    task, engine = make_task(folder, mode, **given), Counting(renderer, texts)
+    """Run one episode of `talking_agent.py MODE`, or of another agent."""
+    engine = Counting(renderer, texts)
+    return play_task(make_task(folder, mode, **given), engine, settings=settings), engine
+
+
+def play_task(task: AgentTask, engine: "Counting", *, settings: EpisodeSettings = SETTINGS) -> Rollout:
+    """Run one episode of the only training question of a task."""
 
     async def run() -> Rollout:
         await task.start()
         try:
-            conversation = TokenConversation(engine, renderer, SequenceLimits(max_sequence_tokens=4000, max_images=8))
+            conversation = TokenConversation(engine, engine.renderer, SequenceLimits(max_sequence_tokens=4000, max_images=8))
             (example,) = task.examples("train")
             return await run_episode(task, example, conversation=conversation, settings=settings, group=0, sample_index=0)
         finally:
             await task.close()
 
-    return asyncio.run(run()), engine
+    return asyncio.run(run())
 
 
 def as_text(renderer: Renderer, tokens: Sequence[int]) -> str:

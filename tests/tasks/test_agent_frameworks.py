@@ -6,13 +6,12 @@ pictures are replaced by the names of their states. tests/e2e/test_agent_framewo
 frameworks themselves.
 """
 
-import asyncio
 import base64
 import io
 import json
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,17 @@ from megatron_rl.config import ModelSettings, TaskSettings
 from megatron_rl.config.rollout import DataSettings
 from megatron_rl.config.task_options import AgentOptions
 from megatron_rl.data.transcripts import load_transcripts
-from megatron_rl.rollout.conversation import SequenceLimits, TokenConversation
-from megatron_rl.rollout.engine import Completion, SamplingSettings
-from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.agent.task import AgentTask
 from megatron_rl.tasks.gym_cards.number_line import NUMBER_PAIRS, draw_state
-from megatron_rl.types import Image, Rollout, Status
+from megatron_rl.types import Rollout, Status
 from tests.conftest import SUPPORT
+from tests.support import agent_episodes
+from tests.support.agent_episodes import Counting, play_task
 
 RECORDED = SUPPORT / "agents" / "recorded"
 REPLAYING = SUPPORT / "agents" / "replaying_agent.py"
-SETTINGS = EpisodeSettings(
-    temperature=1.0, max_turns=6, max_new_tokens=80, max_sequence_tokens=4000, max_images=8, env_timeout_s=60.0, seed=0
-)
+SETTINGS = replace(agent_episodes.SETTINGS, max_new_tokens=80)
 REASONS = {
     "openai_agents": "1 continued",
     "smolagents": "2 new prompts, replaced tool_choice",
@@ -52,21 +48,6 @@ def picture_url(name: str) -> str:
     return f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
 
 
-@dataclass(slots=True)
-class ScriptedEngine:
-    """Engine with prepared responses."""
-
-    renderer: Renderer
-    replies: list[str]
-    weight_version: int = 0
-    stops: list[tuple[str, ...]] = field(default_factory=list)
-
-    async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
-        self.stops.append(tuple(sampling.stop))
-        ids = [*self.renderer.tokenizer(self.replies[len(self.stops) - 1])["input_ids"], self.renderer.end_id]
-        return Completion(ids, [-0.5] * len(ids), is_stopped=True, weight_versions=[0] * len(ids))
-
-
 @pytest.fixture(scope="module")
 def renderer(random_model: Path) -> Renderer:
     return Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=3136))
@@ -81,7 +62,7 @@ def write_reply(message: dict[str, Any]) -> str:
     return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls) or message["content"]
 
 
-def replay(agent: str, renderer: Renderer, folder: Path) -> tuple[Rollout, ScriptedEngine, list[dict[str, Any]]]:
+def replay(agent: str, renderer: Renderer, folder: Path) -> tuple[Rollout, Counting, list[dict[str, Any]]]:
     """Send the recorded requests; return the rollout, its engine and the recorded responses."""
     calls = json.loads((RECORDED / f"{agent}.json").read_text())["calls"]
     lines = [re.sub(r"data:image/png;base64,(\w+)", lambda name: picture_url(name[1]), json.dumps(call["request"])) for call in calls]
@@ -91,18 +72,8 @@ def replay(agent: str, renderer: Renderer, folder: Path) -> tuple[Rollout, Scrip
     command = [sys.executable, "-S", str(REPLAYING), str(folder / "requests.jsonl")]
     task = AgentTask(TaskSettings(name="agent", data=data, options=AgentOptions(command=command)))
     messages = [call["response"]["choices"][0]["message"] for call in calls]
-    engine = ScriptedEngine(renderer, [write_reply(message) for message in messages])
-
-    async def run() -> Rollout:
-        await task.start()
-        try:
-            conversation = TokenConversation(engine, renderer, SequenceLimits(max_sequence_tokens=4000, max_images=8))
-            (example,) = task.examples("train")
-            return await run_episode(task, example, conversation=conversation, settings=SETTINGS, group=0, sample_index=0)
-        finally:
-            await task.close()
-
-    return asyncio.run(run()), engine, messages
+    engine = Counting(renderer, [write_reply(message) for message in messages])
+    return play_task(task, engine, settings=SETTINGS), engine, messages
 
 
 def without_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
