@@ -7,7 +7,7 @@ have no sessions, which keep the episodes apart.
 import asyncio
 import logging
 from collections.abc import Awaitable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import TypeVar, cast
 
 import anyio
@@ -66,11 +66,10 @@ class McpSession:
             InfraError: The server does not start or respond.
         """
         session = cls(server, settings)
-        try:
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(session.close)
             await session._wait(asyncio.shield(session._client), "to start", settings.startup_timeout_s, "startup_timeout_s")
-        except BaseException:
-            await session.close()
-            raise
+            undo.pop_all()
         return session
 
     async def list_tools(self) -> list[Mapping[str, object]]:
