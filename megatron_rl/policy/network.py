@@ -8,19 +8,15 @@ differ only in their tensor- or pipeline-parallel rank pass the same micro-batch
 returned on every rank.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import nn
 
-from megatron_rl.batching.packing import empty_batch
 from megatron_rl.compat.megatron_cpu import with_megatron_on_cpu
 from megatron_rl.config import LoraSettings, OptimSettings, ParallelSettings
 from megatron_rl.errors import NonFiniteValue
@@ -30,19 +26,13 @@ from megatron_rl.policy.optimizer import build_optimizer, build_schedule, take_s
 from megatron_rl.policy.optimizer_state import reset_optimizer_state
 from megatron_rl.policy.overlap import GradReduceOverlap
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.patches import ImagePatchFn, attach_patches, patch_bytes, prefetch
+from megatron_rl.policy.patches import ImagePatchFn, patch_bytes
+from megatron_rl.policy.pipeline import HiddenReader, Pipeline
 from megatron_rl.policy.training_state import AsyncSave, TrainingState, load
 from megatron_rl.policy.transformer import ModelChunks
 from megatron_rl.types import LossMetrics, MicroBatch
 from megatron_rl.weights.stream import MegatronParameter
 
-HiddenReader = Callable[[MicroBatch, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Function (batch, rows_R, hidden_RH) -> [R] that computes one number for each sampled target.
-`rows_R` holds the positions of the sampled targets in the batch; `hidden_RH` holds the hidden
-states at these positions.
-Example: the micro-batch with target_T [6 7 8 0 4 0] and mask_T [0 1 1 0 1 0] has rows_R [1 2 4], so
-R = 3. hidden_RH is [3, H], and hidden_RH[0] belongs to target 7.
-"""
 SummedLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, LossMetrics]]
 """Function (batch, rows_R, hidden_RH) -> the loss summed over the rows, and its metrics."""
 
@@ -88,7 +78,7 @@ class Network:
             head_lr: Peak learning rate of the value head, if the model has one.
             patches: Function that returns the patches of an image.
         """
-        self.chunks, self.layout, self._patches = chunks, layout, patches
+        self.chunks, self.layout = chunks, layout
         parallel, optim = training.parallel, training.optim
         self.device = next(chunks.parameters()).device
         self.model = wrap_with_grad_buffers(chunks, frozen, lora=training.lora, overlap=parallel.overlap_grad_reduce)
@@ -98,6 +88,7 @@ class Network:
         for chunk in chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
         self.num_updates = 0
+        self.pipeline = Pipeline(chunks, self.model, layout, patches)
         self._overlap = GradReduceOverlap(self.model[0], tp=layout.tp) if parallel.overlap_grad_reduce else None
         self._offload = Offload(self.model) if parallel.offload_params else None
 
@@ -110,35 +101,9 @@ class Network:
         for wrapped in self.model:
             vars(wrapped).clear()
 
-    @with_megatron_on_cpu
-    @torch.no_grad()
     def forward_only(self, batches: list[MicroBatch], *on_hidden: HiddenReader) -> list[torch.Tensor]:
-        """Run one forward pass and apply each function in `on_hidden` to the final hidden states.
-
-        Runs without gradients and dropout. Returns one [N, T] tensor per micro-batch, where N is
-        the number of functions; entries where mask_T is False are 0.
-
-        Example: two functions and one micro-batch with mask_T [0 1 1 0 1 0]. Both functions are
-        called with rows_R = [1 2 4] and with hidden_RH, which has the shape [3, H]. If the first
-        function returns logprobs [-0.3, -1.2, -0.7] and the second returns values [0.5, 0.5, 0.9],
-        the result is
-            [[[0, -0.3, -1.2, 0, -0.7, 0],
-              [0,  0.5,  0.5, 0,  0.9, 0]]].
-        """
-
-        def scattered(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor, **_: object) -> torch.Tensor:
-            said_NR = torch.stack([say(batch, rows_R, hidden_RH) for say in on_hidden])
-            return nothing(batch).index_copy(1, rows_R, said_NR)
-
-        def nothing(batch: MicroBatch) -> torch.Tensor:
-            return batch.weight_T.new_zeros(len(on_hidden), batch.num_tokens)
-
-        results = self._run_schedule(batches, scattered, forward_only=True)
-        if self.layout.pp > 1:
-            results = results or list(map(nothing, batches))
-            for result in results:
-                dist.broadcast(result, src=self.layout.last_stage_rank, group=self.layout.pp_group)
-        return results
+        """Compute numbers for each sampled target; see Pipeline.forward_only."""
+        return self.pipeline.forward_only(batches, *on_hidden)
 
     @with_megatron_on_cpu
     def update(
@@ -184,7 +149,7 @@ class Network:
         self.optimizer.zero_grad()
         if self._overlap:
             self._overlap.require_same_counts(batches, is_partial=is_partial)
-        self._run_schedule(batches, summed, forward_only=False)
+        self.pipeline.run(batches, summed, forward_only=False)
         known = read_metrics(collected)
         metrics = reduce_metrics(known if self.layout.tp_rank == 0 else [], error=nonfinite_error(known) or self._gradient_error())
         if check is not None:
@@ -194,48 +159,9 @@ class Network:
         self._require_finite_weights()
         return {**metrics, "grad_norm": grad_norm, "lr": self.schedule.get_lr({})}
 
-    def _run_schedule(self, batches: list[MicroBatch], on_hidden: Callable, *, forward_only: bool) -> list:
-        """Run Megatron's forward/backward schedule over the micro-batches and return the results.
-
-        `on_hidden` runs on the last pipeline stage only, with the hidden states of rows_R. In an
-        interleaved pipeline, the number of micro-batches must be a multiple of pp. Empty
-        micro-batches are appended to reach a multiple, and the results of the empty micro-batches
-        are removed.
-        """
-        lacking = -len(batches) % self.layout.pp if self.layout.vpp > 1 else 0
-        multiple = self.layout.tp if self.layout.sequence_parallel else 1
-        padded = batches + [empty_batch(multiple, device=self.device) for _ in range(lacking)]
-
-        def forward_step(iterator: Iterator[MicroBatch], model: nn.Module) -> tuple[torch.Tensor, Callable]:
-            batch = next(iterator)
-            return model(batch, batch.row_R), partial(on_hidden, batch, batch.row_R)
-
-        def coming(chunk: nn.Module) -> Iterator[MicroBatch]:
-            sees = chunk.pre_process and any(batch.images for batch in padded)
-            return prefetch(self.load_image_patches, padded) if sees else iter(padded)
-
-        self.chunks.train(not forward_only)
-        results = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[coming(chunk) for chunk in self.chunks],
-            model=cast("list[nn.Module]", self.model),
-            num_microbatches=len(padded),
-            seq_length=max(batch.num_tokens for batch in padded),
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-        return results[: len(batches)]
-
     def load_image_patches(self, batch: MicroBatch) -> MicroBatch:
-        """Return the batch with the patches of this rank's images added.
-
-        Only ranks of the first pipeline stage encode images; other ranks return the batch
-        unchanged.
-        """
-        if not self.chunks[0].pre_process:
-            return batch
-        return attach_patches(batch, self._patches, self.layout, like=next(self.chunks.parameters()))
+        """Return the batch with the patches of this rank's images added; see Pipeline."""
+        return self.pipeline.load_image_patches(batch)
 
     def _gradient_error(self) -> str:
         """Return an error message if a gradient of this rank is not finite, otherwise ''."""

@@ -98,7 +98,7 @@ def test_pictures_alone_train_as_patches_do(random_model: Path, is_read: bool) -
             policy, renderer = make_policy_and_renderer(random_model, OptimSettings(lr=1e-3))
             contexts = make_example_items(renderer)
             if not whole:
-                policy.network._patches = partial(renderer.patches, load_image=attrgetter("pil"))
+                policy.network.pipeline._patches = partial(renderer.patches, load_image=attrgetter("pil"))
                 renderer._images.clear()
                 for each in contexts:
                     each.sequence.images = [seen.without_patches() for seen in each.sequence.images]
@@ -132,7 +132,7 @@ def test_patches_of_as_many_micro_batches_exist_as_the_plan_counts(
     with single_process_world():
         policy, renderer = make_policy_and_renderer(random_model, OptimSettings(lr=1e-3))
         contexts = make_example_items(renderer) * 3
-        policy.network._patches = patches_of
+        policy.network.pipeline._patches = patches_of
         monkeypatch.setattr(patches, "torch", SimpleNamespace(empty=watched, cuda=torch.cuda))
         played(policy, contexts, is_read=is_read)
     assert len(joined) > 4 and len(made) > len(joined), "several pictures in a micro-batch"

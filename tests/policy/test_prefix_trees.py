@@ -53,7 +53,7 @@ def said(policy: Policy, *batches: MicroBatch) -> tuple[torch.Tensor, dict[str, 
     with megatron_on_cpu():
         for chunk in policy.network.model:
             chunk.zero_grad_buffer()
-        policy.network._run_schedule(list(batches), summed, forward_only=False)
+        policy.network.pipeline.run(list(batches), summed, forward_only=False)
     trained = ((name, parameter) for name, parameter in policy.network.chunks.named_parameters() if parameter.requires_grad)
     return torch.cat(seen, 1).detach(), {name: parameter.main_grad.clone() for name, parameter in trained}
 
