@@ -17,6 +17,7 @@ from typing import cast
 import torch.distributed as dist
 
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, needs_reference
+from megatron_rl.algo.divergences import DIVERGENCES
 from megatron_rl.algo.rollout_correction import mismatch_warnings
 from megatron_rl.config import Settings
 from megatron_rl.data.data_digests import check_same_data, data_digests
@@ -29,6 +30,7 @@ from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import Layout, build_layout, destroy_layout
 from megatron_rl.policy.patches import ImagePatchFn
 from megatron_rl.policy.policy import Policy
+from megatron_rl.policy.teacher import Teacher, TeacherTerm
 from megatron_rl.registry import Plugins, has_critic
 from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.episode import EpisodeSettings
@@ -113,6 +115,16 @@ def build_critic(settings: Settings, layout: Layout, *, patches: ImagePatchFn, n
         training=TrainingSettings(
             parallel=settings.parallel, optim=optim, num_steps=num_steps, lora=settings.critic.lora, seed=settings.run.seed
         ),
+    )  # fmt: skip
+
+
+def build_teacher(settings: Settings, layout: Layout, policy: Policy, *, patches: ImagePatchFn) -> Teacher:
+    """Build this rank's shard of the teacher."""
+    distill = settings.distill
+    term = TeacherTerm(divergence=DIVERGENCES[distill.divergence](distill), top_k=distill.top_k if distill.support == "top_k" else 0)
+    return Teacher(
+        distill.teacher, layout,
+        policy=policy.distribution, term=term if distill.has_divergence else None, dtype=settings.model.dtype, patches=patches,
     )  # fmt: skip
 
 
@@ -343,6 +355,8 @@ def build_context(
     critic = build_critic(settings, layout, patches=patches, num_steps=stage.num_steps) if has_trunk else None
     if critic is not None:
         closing.callback(critic.close)
+    if stage.is_rl and settings.distill.teacher:
+        policy.teacher = build_teacher(settings, layout, policy, patches=patches)
     record = Run(settings, world, num_steps=stage.num_steps, first_step=state.step, history=state.history)
     closing.callback(record.close)
     if task.judge is not None and not stage.is_replay:

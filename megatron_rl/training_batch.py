@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from megatron_rl.algo.algorithms import Algorithm, needs_old_logprob_forward, needs_reference
+from megatron_rl.algo.distill import add_teacher_rewards, compute_distill_coef
 from megatron_rl.algo.gae import values_and_returns
 from megatron_rl.algo.rollout_correction import bypasses
 from megatron_rl.algo.thoughts import scale_thought_logprobs
@@ -17,7 +18,10 @@ from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
 from megatron_rl.types import Image, MicroBatch, Rollout
 
-BATCH_COLUMN = {"old_logprobs": "old_logprob_T", "reference_logprobs": "ref_logprob_T", "values": "old_value_T"}
+BATCH_COLUMN = {
+    "old_logprobs": "old_logprob_T", "reference_logprobs": "ref_logprob_T", "teacher_logprobs": "teacher_logprob_T",
+    "values": "old_value_T",
+}  # fmt: skip
 """Maps the name of each per-token column that a model computes to the name of a MicroBatch
 field.
 """
@@ -32,7 +36,7 @@ def prepare_training_batch(
     If advantages depend on logprobs or values, all sequences are packed, and the advantages are
     computed from the model outputs after packing. In all other cases, the advantages are computed
     first. Sequences with all-zero advantages are then dropped before packing, unless the objective
-    has a KL or entropy term.
+    has a KL, entropy or distillation term.
 
     Args:
         rollouts: Rollouts of the step, the same on every rank.
@@ -45,7 +49,8 @@ def prepare_training_batch(
         step: Current step, which is also the weight version before the first update.
     """
     algo = settings.algo
-    needs_model_outputs = bool(algorithm.required_columns(algo))
+    columns = required_columns(settings, algorithm)
+    needs_model_outputs = bool(columns)
     if not needs_model_outputs:
         algorithm.advantage_fn(rollouts, algo)
     shares = shard_minibatches(rollouts, settings, policy, keep_zero_advantage=needs_model_outputs)
@@ -53,20 +58,26 @@ def prepare_training_batch(
     minibatches = pack_minibatches(rollouts, shares, settings, policy, step=step)
     compute_logprobs_and_values(minibatches, settings, policy, critic, has_values=algorithm.needs_critic)
     if needs_model_outputs:
-        compute_advantages(rollouts, minibatches, algo, algorithm)
+        compute_advantages(rollouts, minibatches, settings, algorithm, columns=columns, step=step)
     if algorithm.needs_critic:
         set_returns_and_update_stats(rollouts, minibatches, algo, critic or policy)
     return minibatches
+
+
+def required_columns(settings: Settings, algorithm: Algorithm) -> tuple[str, ...]:
+    """Return the TokenSequence columns that models must fill before advantages are computed."""
+    of_teacher = ("old_logprobs", "teacher_logprobs") if settings.distill.rewards_tokens else ()
+    return tuple(dict.fromkeys((*algorithm.required_columns(settings.algo), *of_teacher)))
 
 
 def shard_minibatches(rollouts: list[Rollout], settings: Settings, policy: Policy, *, keep_zero_advantage: bool) -> list[RankShares]:
     """Split the rollouts into mini-batches and shard each mini-batch across data-parallel ranks.
 
     Sequences with all-zero advantages are kept if `keep_zero_advantage` is set, or if the objective
-    has a KL or entropy term.
+    has a KL, entropy or distillation term.
     """
     algo, batch = settings.algo, settings.batch
-    keeps_all = keep_zero_advantage or algo.kl_coef > 0 or algo.entropy_coef > 0
+    keeps_all = keep_zero_advantage or algo.kl_coef > 0 or algo.entropy_coef > 0 or bool(settings.distill.teacher)
     cut = cut_minibatches(rollouts, batch, keep_zero_advantage=keeps_all)
     return [policy.shard_across_dp(minibatch, max_tokens=batch.micro_batch_tokens) for minibatch in cut]
 
@@ -103,13 +114,13 @@ def pack_minibatches(
 def compute_logprobs_and_values(
     minibatches: list[list[MicroBatch]], settings: Settings, policy: Policy, critic: Critic | None, *, has_values: bool
 ) -> None:
-    """Compute old logprobs, reference logprobs and values before the first update.
+    """Compute old logprobs, reference and teacher logprobs, and values before the first update.
 
     Each model runs one forward pass per micro-batch. Quantities that the settings do not need are
     skipped.
     """
-    algo, batch = settings.algo, settings.batch
-    has_old, shares_trunk = needs_old_logprob_forward(algo, num_updates=batch.minibatches * batch.epochs), has_values and critic is None
+    algo = settings.algo
+    has_old, shares_trunk = needs_old_logprob_forward(settings), has_values and critic is None
     if has_old and shares_trunk:
         fill_column(minibatches, policy.logprobs_and_values, "old_logprob_T", "old_value_T")
     elif has_old:
@@ -120,6 +131,8 @@ def compute_logprobs_and_values(
         fill_column(minibatches, critic.values, "old_value_T")
     if needs_reference(algo):
         fill_column(minibatches, partial(policy.logprobs, weights="reference"), "ref_logprob_T")
+    if settings.distill.teacher:
+        fill_column(minibatches, partial(policy.logprobs, weights="teacher"), "teacher_logprob_T")
 
 
 def fill_column(minibatches: list[list[MicroBatch]], compute: Callable[[list[MicroBatch]], list[torch.Tensor]], *names: str) -> None:
@@ -130,18 +143,23 @@ def fill_column(minibatches: list[list[MicroBatch]], compute: Callable[[list[Mic
                 setattr(batch, name, number_T)
 
 
-def compute_advantages(rollouts: list[Rollout], minibatches: list[list[MicroBatch]], algo: AlgoSettings, algorithm: Algorithm) -> None:
-    """Compute advantages that depend on logprobs or values.
+def compute_advantages(
+    rollouts: list[Rollout], minibatches: list[list[MicroBatch]], settings: Settings, algorithm: Algorithm, *,
+    columns: Sequence[str], step: int,
+) -> None:  # fmt: skip
+    """Compute advantages that depend on the logprobs or values in `columns`.
 
     This function writes the model outputs to the sequences, then the advantages to the sequences
     and the micro-batches. If the rollout correction bypasses old logprobs, the engine's logprobs
     are used in place of old logprobs.
     """
     every = [batch for batches in minibatches for batch in batches]
-    fields = BATCH_COLUMN | ({"old_logprobs": "rollout_logprob_T"} if bypasses(algo) else {})
-    for column in algorithm.required_columns(algo):
+    fields = BATCH_COLUMN | ({"old_logprobs": "rollout_logprob_T"} if bypasses(settings.algo) else {})
+    for column in columns:
         write_column(rollouts, every, [getattr(batch, fields[column]) for batch in every], column=column)
-    algorithm.advantage_fn(rollouts, algo)
+    algorithm.advantage_fn(rollouts, settings.algo)
+    if settings.distill.rewards_tokens:
+        add_teacher_rewards(rollouts, coef=compute_distill_coef(settings.distill, step=step))
     for batch in every:
         batch.advantage_T = gather_column(rollouts, batch, "advantages")
 

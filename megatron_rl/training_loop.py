@@ -12,6 +12,7 @@ from functools import partial
 
 from megatron_rl.algo.advantages import group_std
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
+from megatron_rl.algo.distill import make_distill_term
 from megatron_rl.algo.filtering import apply_filters, used_groups
 from megatron_rl.algo.gae import values_and_returns
 from megatron_rl.algo.kl import adaptive_kl_coef
@@ -211,14 +212,14 @@ def make_updaters(
     critic.warmup_steps steps, only the critic or the value head is updated.
     """
     see = token_stats.record if token_stats is not None else None
-    of_policy = make_policy_objective(settings.algo, algorithms)
     of_values = make_value_objective(settings.critic, level=settings.algo.gae_level)
     has_values = algorithms[settings.algo.name].needs_critic
-    together = shared_value_loss(of_policy, of_values, settings.critic.vf_coef) if has_values and critic is None else of_policy
 
     def update(batches: list[MicroBatch], step: int) -> dict[str, float]:
+        of_policy = make_policy_objective(settings.algo, algorithms, distill=make_distill_term(settings.distill, step=step))
         warms_up = has_values and step < settings.critic.warmup_steps
         if critic is None:
+            together = shared_value_loss(of_policy, of_values, settings.critic.vf_coef) if has_values else of_policy
             loss = warmup_value_loss(of_policy, of_values) if warms_up else together
             return policy.update(batches, loss, step=step, value_head_only=warms_up, record=see, check=check)
         metrics = {} if warms_up else policy.update(batches, of_policy, step=step, record=see, check=check)

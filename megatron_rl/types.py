@@ -192,6 +192,8 @@ class TokenSequence:
     """
     reference_logprobs: list[float] = field(default_factory=list)
     """Logprob of each sampled token under the reference model. The list is empty until computed."""
+    teacher_logprobs: list[float] = field(default_factory=list)
+    """Logprob of each sampled token under the teacher. The list is empty until computed."""
     values: list[float] = field(default_factory=list)
     """Critic's value of the state before each sampled token. The list is empty until computed."""
     advantages: list[float] = field(default_factory=list)
@@ -252,7 +254,9 @@ class TokenSequence:
         setattr(self, column, numbers)
 
 
-TOKEN_COLUMNS = ("old_logprobs", "reference_logprobs", "values", "advantages", "returns", "logprob_scale", "entropies")
+TOKEN_COLUMNS = (
+    "old_logprobs", "reference_logprobs", "teacher_logprobs", "values", "advantages", "returns", "logprob_scale", "entropies"
+)  # fmt: skip
 """Names of the TokenSequence fields that are filled after the rollout, by models and advantage
 functions.
 """
@@ -550,6 +554,12 @@ class MicroBatch:
     """
     ref_logprob_T: torch.Tensor | None = None
     """Logprob of each target under the reference model; None if no reference model is used."""
+    teacher_logprob_T: torch.Tensor | None = None
+    """Logprob of each target under the teacher; None without distillation."""
+    teacher_hidden_RH: torch.Tensor | None = None
+    """Final hidden states of the teacher at row_R, on the host. Only the last pipeline stage has
+    them, and only if a divergence from the teacher is part of the loss.
+    """
     logprob_scale_T: torch.Tensor | None = None
     """Factor by which each target's logprob is multiplied in the policy loss. None means a factor
     of 1.
@@ -629,6 +639,12 @@ class LossInputs:
     """Zero-based turn index of each token in the micro-batch. A turn consists of the sampled tokens
     between two observations, and no two turns of a micro-batch share an index.
     """
+    teacher_logprob_R: torch.Tensor | None = None
+    """Logprob of each token under the teacher; None without distillation."""
+    divergence_R: torch.Tensor | None = None
+    """Divergence of the policy's next-token distribution from the teacher's, with gradient; None if
+    the loss has no divergence over several outcomes (distill.support).
+    """
     logprob_scale_R: torch.Tensor | None = None
     """Factor by which each token's logprob is multiplied in the policy loss. None means a factor of
     1.
@@ -650,10 +666,12 @@ class LossInputs:
         columns = {
             "the engine's logprob": self.rollout_logprob_R,
             "the reference's logprob": self.ref_logprob_R,
+            "the teacher's logprob": self.teacher_logprob_R,
             "the advantage": self.advantage_R,
             "the trainer's logprob": self.logprob_R,
             "the old logprob": self.old_logprob_R,
             "the entropy": self.entropy_R,
+            "the divergence from the teacher": self.divergence_R,
         }
         found = {name: column.isfinite().all() for name, column in columns.items() if column is not None}
         return found | (self.values.finite_checks() if self.values else {})

@@ -77,6 +77,13 @@ def reinforce_pp(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
         context.set_column("advantages", [next(credits) if sampled else 0.0 for sampled in context.loss_mask])
 
 
+def no_advantage(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
+    """Write advantages of 0, so that rewards have no effect on the policy."""
+    for members in split_into_groups(rollouts).values():
+        for rollout in members:
+            write_turn_advantages(rollout, [0.0] * len(rollout.turns))
+
+
 def broadcast(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
     """Assign the episode-level advantage, R_i - mean(R), to every turn of the episode.
 

@@ -14,7 +14,7 @@ from megatron_rl.algo.gae import generalized_advantages
 from megatron_rl.algo.kl import ESTIMATORS
 from megatron_rl.algo.policy_losses import ClipBounds, PolicyLossFn
 from megatron_rl.algo.rollout_correction import bypasses, check_correction
-from megatron_rl.config import AlgoSettings, require, require_choice
+from megatron_rl.config import AlgoSettings, Settings, require, require_choice
 from megatron_rl.types import LossInputs
 
 
@@ -73,11 +73,13 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         advantage_fn=advantages.grpo, policy_loss=policy_losses.sapo, supports_turn_credit=True, clip_bounds=policy_losses.no_bounds
     ),
     "gmpo": Algorithm(advantage_fn=advantages.grpo, policy_loss=policy_losses.gmpo, clip_bounds=policy_losses.log_ratio_bounds),
+    "distill": Algorithm(advantage_fn=advantages.no_advantage, needs_group=False, supports_dual_clip=True),
     "dppo": Algorithm(
         advantage_fn=advantages.grpo, policy_loss=policy_losses.dppo, supports_turn_credit=True, clip_bounds=policy_losses.dppo_bounds
     ),
 }
-"""Algorithms, keyed by algo.name. DAPO, Dr. GRPO and GiGPO are presets of grpo (configs/algo)."""
+"""Algorithms, keyed by algo.name. DAPO, Dr. GRPO and GiGPO are presets of grpo (configs/algo).
+With distill, the policy learns from a teacher alone, and rewards are only measured."""
 
 
 def check_algorithm(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = ALGORITHMS) -> None:
@@ -93,9 +95,11 @@ def check_algorithm(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = AL
     require(clips, "algo.clip_ratio_c", algo.clip_ratio_c, f"has no effect with algo.name={algo.name}; leave it at 0")
 
 
-def needs_old_logprob_forward(algo: AlgoSettings, *, num_updates: int) -> bool:
+def needs_old_logprob_forward(settings: Settings) -> bool:
     """Return True if the step needs a forward pass for old logprobs before its first update."""
-    return (num_updates > 1 or algo.use_kl_in_reward) and not bypasses(algo)
+    algo, num_updates = settings.algo, settings.batch.minibatches * settings.batch.epochs
+    in_reward = algo.use_kl_in_reward or settings.distill.rewards_tokens
+    return (num_updates > 1 or in_reward) and not bypasses(algo)
 
 
 def needs_reference(algo: AlgoSettings) -> bool:

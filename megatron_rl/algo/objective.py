@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
+from megatron_rl.algo.distill import DistillTerm
 from megatron_rl.algo.kl import ESTIMATORS, k3
 from megatron_rl.algo.policy_losses import ClipBounds, log_ratio
 from megatron_rl.algo.rollout_correction import bypasses, compute_is_weights, correction_metrics, importance_metrics
@@ -18,12 +19,15 @@ from megatron_rl.io.histogram import count_in_bins
 from megatron_rl.types import Loss, LossInputs, LossMetrics
 
 
-def make_policy_objective(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = ALGORITHMS) -> Loss:
+def make_policy_objective(
+    algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = ALGORITHMS, *, distill: DistillTerm | None = None
+) -> Loss:
     """Return the policy loss function of the configured algorithm.
 
     The loss is the sum over sampled tokens of weight * (correction * policy_loss + kl_coef * KL -
-    entropy_coef * entropy); see GRPO, arXiv 2402.03300, eq. 3. With algo.use_kl_in_reward, the KL
-    term is part of the reward, and the loss has no KL term.
+    entropy_coef * entropy + distill_coef * divergence); see GRPO, arXiv 2402.03300, eq. 3, and
+    `DistillTerm` for the last term. With algo.use_kl_in_reward, the KL term is part of the reward,
+    and the loss has no KL term.
     """
     algorithm, is_bypass = algorithms[algo.name], bypasses(algo)
     estimate = ESTIMATORS[algo.kl_estimator]
@@ -38,6 +42,8 @@ def make_policy_objective(algo: AlgoSettings, algorithms: Mapping[str, Algorithm
             loss_R = loss_R + algo.kl_coef * estimate(rows.logprob_R, rows.ref_logprob_R)
         if algo.entropy_coef > 0:
             loss_R = loss_R - algo.entropy_coef * rows.entropy_R
+        if distill is not None:
+            loss_R = loss_R + distill.coef * distill.divergence(rows)
         bounds = algorithm.clip_bounds(compared, algo)
         return (rows.weight_R * loss_R).sum(), policy_metrics(rows, correction_R, algo, loss_inputs=compared, bounds=bounds)
 
@@ -89,6 +95,10 @@ def policy_metrics(
     }
     if rows.ref_logprob_R is not None:
         sums["policy/kl_ref"] = k3(rows.logprob_R, rows.ref_logprob_R).sum()
+    if rows.teacher_logprob_R is not None:
+        sums["distill/reverse_kl"] = (rows.logprob_R - rows.teacher_logprob_R).sum()
+    if rows.divergence_R is not None:
+        sums["distill/divergence"] = rows.divergence_R.sum()
     if rows.on_policy_R is not None:
         sums["rollout/on_policy_fraction"] = rows.on_policy_R.to(gap_R.dtype).sum()
     if algo.rollout_correction != "none":

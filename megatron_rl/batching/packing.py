@@ -190,14 +190,16 @@ def _join(segments: list[Segment], *, denominator: int, device: torch.device | N
 
 
 def make_loss_inputs(
-    batch: MicroBatch, rows_R: torch.Tensor, logprob_R: torch.Tensor, entropy_R: torch.Tensor, *, values: ValueLossInputs | None = None
-) -> LossInputs:
+    batch: MicroBatch, rows_R: torch.Tensor, logprob_R: torch.Tensor, entropy_R: torch.Tensor, *,
+    divergence_R: torch.Tensor | None = None, values: ValueLossInputs | None = None,
+) -> LossInputs:  # fmt: skip
     """Return the loss inputs for a micro-batch.
 
     `rows_R` contains the indices of the entries with a sampled target. If the micro-batch has no
     old logprobs, the detached current logprobs are used instead.
     """
     reference_T, old_T, coefficient_T, current_T = batch.ref_logprob_T, batch.old_logprob_T, batch.logprob_scale_T, batch.on_policy_T
+    teacher_T = batch.teacher_logprob_T
     return LossInputs(
         logprob_R=logprob_R,
         entropy_R=entropy_R,
@@ -208,6 +210,8 @@ def make_loss_inputs(
         weight_R=batch.weight_T[rows_R],
         sequence_R=batch.sequence_T[rows_R],
         turn_R=turn_ids(rows_R),
+        teacher_logprob_R=None if teacher_T is None else teacher_T[rows_R],
+        divergence_R=divergence_R,
         logprob_scale_R=None if coefficient_T is None else coefficient_T[rows_R],
         on_policy_R=None if current_T is None else current_T[rows_R],
         values=values,

@@ -53,8 +53,7 @@ def build_token_stats(settings: Settings) -> TokenStats | None:
     The result is also None if a step makes several updates with bypass. In this case, old logprobs
     are not computed, and only the first update uses the weights at the start of the step.
     """
-    num_updates = settings.batch.minibatches * settings.batch.epochs
-    is_of_step = num_updates == 1 or needs_old_logprob_forward(settings.algo, num_updates=num_updates)
+    is_of_step = settings.batch.minibatches * settings.batch.epochs == 1 or needs_old_logprob_forward(settings)
     return TokenStats() if settings.rollouts.save == "all" and is_of_step else None
 
 

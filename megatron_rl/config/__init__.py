@@ -11,6 +11,7 @@ from megatron_rl.config.batch import AGGREGATIONS, BatchSettings
 from megatron_rl.config.checks import require, require_choice
 from megatron_rl.config.client import ClientSettings
 from megatron_rl.config.critic import CriticSettings
+from megatron_rl.config.distill import DistillSettings
 from megatron_rl.config.evaluation import EvaluationSettings
 from megatron_rl.config.filter import DROPS, ENDS, FilterSettings
 from megatron_rl.config.lewis import ListenerSettings, SpeakerSettings, WeightPublishSettings
@@ -43,6 +44,7 @@ __all__ = [
     "ColumnSettings",
     "CriticSettings",
     "DataSettings",
+    "DistillSettings",
     "EngineSettings",
     "EvaluationSettings",
     "FilterSettings",
@@ -90,6 +92,7 @@ class Settings:
     filter: FilterSettings = field(default_factory=FilterSettings)
     algo: AlgoSettings = field(default_factory=AlgoSettings)
     critic: CriticSettings = field(default_factory=CriticSettings)
+    distill: DistillSettings = field(default_factory=DistillSettings)
     sft: SftSettings = field(default_factory=SftSettings)
     task: TaskSettings = field(default_factory=TaskSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)

@@ -198,6 +198,8 @@ def _plan_rank(
         (compute_activation_memory(each, parallel, lora=lora, size=size, **given) for each, lora in trained for size in sizes),
         key=lambda found: found.total_bytes,
     )  # one model trains at a time
+    unplanned += rank_share.teacher_output_bytes
+    compared = _divergence_bytes(model, settings, itemsize=itemsize) if rank_share.teacher_output_bytes else 0
     step = 0 if parallel.offload_optimizer else held.moment_bytes // 2  # torch's AdamW allocates the roots of all second moments at once
     largest = model.vocab_size * model.hidden_size * itemsize
     buckets = 2 * int(settings.engine.bucket_mib * 2**20) + largest
@@ -209,5 +211,17 @@ def _plan_rank(
         optimizer_bytes=optimizer,
         rollout_bytes=unplanned + optimizer + playing + (0 if leaves else awake),
         sync_bytes=unplanned + CUDA_GRAPH_BYTES + optimizer + awake + taking + buckets,
-        update_bytes=unplanned + CUDA_GRAPH_BYTES + optimizer + awake + max(passing.total_bytes, step),
+        update_bytes=unplanned + CUDA_GRAPH_BYTES + optimizer + awake + max(passing.total_bytes + compared, step, rank_share.teacher_bytes),
     )
+
+
+def _divergence_bytes(model: ModelSpec, settings: Settings, *, itemsize: int) -> int:
+    """Return the bytes that a divergence from the teacher adds to the logits of a chunk.
+
+    These are the teacher's logits, the gradient of the divergence, and with top_k a mask.
+    """
+    distill, parallel = settings.distill, settings.parallel
+    if not distill.has_divergence:
+        return 0
+    per_entry = 2 * itemsize + (distill.support == "top_k")
+    return parallel.log_probs_chunk_size * model.vocab_size // parallel.tp * per_entry

@@ -24,7 +24,9 @@ class HostMemoryPlan:
 
     optimizer_bytes: int
     weight_copy_bytes: int
-    """Bytes of the reference model, and of parameters offloaded while the engine generates."""
+    """Bytes of the reference model, of the teacher, and of parameters offloaded while the engine
+    generates.
+    """
     checkpoint_bytes: int
     """Bytes copied to the host before this rank writes its part of a checkpoint.
 
@@ -96,6 +98,7 @@ def _plan_rank_host_memory(
     state = rank_share.pinned_bytes + held.moment_bytes if parallel.offload_optimizer else 0
     references = int(settings.stage == "rl" and settings.algo.kl_coef > 0 and not settings.lora.rank)  # swapped with the policy
     copies = rank_share.policy_footprint.param_bytes * references + (held.param_bytes if parallel.offload_params else 0)
+    copies += rank_share.teacher_bytes
     written = held.param_bytes // replicas + held.moment_bytes // 2 * 3  # policy/training_state.py; loading fills existing tensors
     # Without `background`, only data on the GPU is copied. Even with offloading, Megatron keeps
     # the main weights on the GPU.

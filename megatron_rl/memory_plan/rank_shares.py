@@ -21,6 +21,7 @@ from megatron_rl.config import LoraSettings, Settings
 from megatron_rl.dtypes import torch_dtype
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.optimizer import build_optimizer, wrap_with_grad_buffers
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.transformer import HeadConfig, build_chunks
@@ -67,6 +68,12 @@ class ModelShare:
     """
     critic_footprint: MemoryFootprint = EMPTY_FOOTPRINT
     """Footprint of a critic that has its own backbone."""
+    teacher_bytes: int = 0
+    """Bytes of the teacher's parameters (distill.teacher)."""
+    teacher_output_bytes: int = 0
+    """Bytes of the teacher's output layer for this rank's part of the policy's vocabulary, on the
+    last pipeline stage.
+    """
 
     @property
     def total_footprint(self) -> MemoryFootprint:
@@ -118,6 +125,7 @@ def _compute_share(model: ModelSpec, settings: Settings, *, has_values: bool) ->
             own, own_footprint, own_pinned = _build_network(
                 critic_spec(model, settings), settings, layout, lora=critic.lora, heads=HeadConfig(has_lm_head=False, **values)
             )
+        teacher_bytes, teacher_output_bytes = _measure_teacher(model, settings, layout) if settings.distill.teacher else (0, 0)
     parameters = [*policy.parameters(), *own.parameters()]
     return ModelShare(
         tp_rank=layout.tp_rank,
@@ -127,12 +135,23 @@ def _compute_share(model: ModelSpec, settings: Settings, *, has_values: bool) ->
         policy_footprint=footprint,
         pinned_bytes=pinned + own_pinned,
         critic_footprint=own_footprint,
+        teacher_bytes=teacher_bytes,
+        teacher_output_bytes=teacher_output_bytes,
     )
 
 
 def critic_spec(model: ModelSpec, settings: Settings) -> ModelSpec:
     """Return the model spec for a critic's own backbone, or `model` if critic.path is empty."""
     return load_known_spec(settings.critic.path, key="critic.path") if settings.critic.path else model
+
+
+def _measure_teacher(model: ModelSpec, settings: Settings, layout: Layout) -> tuple[int, int]:
+    """Return the bytes of the teacher's parameters, and of the copy of its output layer."""
+    spec, dtype = load_known_spec(settings.distill.teacher, key="distill.teacher"), torch_dtype(settings.model.dtype)
+    chunks = build_chunks(spec, layout, dtype, lora=LoraSettings())
+    num_rows = padded_vocab(model.vocab_size, layout.tp) // layout.tp if layout.is_last_stage else 0
+    storages = {storage._cdata: storage.nbytes() for p in chunks.parameters() for storage in [p.untyped_storage()]}
+    return sum(storages.values()), num_rows * spec.hidden_size * dtype.itemsize
 
 
 def _build_network(

@@ -26,6 +26,7 @@ from megatron_rl.memory_plan.step_time_constants import (
     estimate_mean_episode,
     longest_to_mean_ratio,
 )
+from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
 
 GRADIENT_BYTES, PARAMETER_BYTES = 4, 2
@@ -295,13 +296,16 @@ def recomputed_fraction(inputs: StepTimeInputs) -> float:
     return parallel.recompute_num_layers * parallel.pp / inputs.model.num_layers if parallel.recompute_num_layers else 1.0
 
 
-def num_forward_passes_before_update(inputs: StepTimeInputs) -> int:
+def num_forward_passes_before_update(inputs: StepTimeInputs) -> float:
     """Return the number of forward passes before a step's first update.
 
-    These passes compute the old logprobs and the reference logprobs.
+    These passes compute the old logprobs and the reference logprobs. The pass of a teacher counts
+    in proportion to its language model.
     """
-    algo, batch = inputs.settings.algo, inputs.settings.batch
-    return needs_old_logprob_forward(algo, num_updates=batch.minibatches * batch.epochs) + needs_reference(algo)
+    passes, teacher = needs_old_logprob_forward(inputs.settings) + needs_reference(inputs.settings.algo), inputs.settings.distill.teacher
+    if not teacher:
+        return passes
+    return passes + count_params(load_known_spec(teacher, key="distill.teacher")).language / inputs.param_counts.language
 
 
 def tensor_parallel_bytes(inputs: StepTimeInputs, tokens: float) -> float:

@@ -1,8 +1,10 @@
-"""Compares a tokenizer's token ids with config.vocab_size and the number of embedding rows."""
+"""Compares a tokenizer's token ids with those of a model or of another tokenizer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from transformers import AutoTokenizer
 
 from megatron_rl.io.jsonl import read_json
 
@@ -25,6 +27,27 @@ def count_token_ids(folder: Path) -> int:
             raise ValueError(f"{path}: is damaged ({' '.join(str(error).split())[:200]}); copy it again") from error
         largest = max(largest, *ids, -1)
     return largest + 1
+
+
+def check_same_tokens(folder: Path, other: Path, *, key: str) -> None:
+    """Raise ValueError unless the tokenizers of two Hugging Face folders have the same ids.
+
+    `key` is the setting that contains `folder`, used in the error message.
+    """
+    vocabularies = []
+    for each in (folder, other):
+        try:
+            vocabularies.append(AutoTokenizer.from_pretrained(each, local_files_only=True).get_vocab())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{key}={folder}: {each} has no readable tokenizer ({' '.join(str(error).split())[:200]})") from error
+    given, wanted = vocabularies
+    different = [token for token in {**wanted, **given} if given.get(token) != wanted.get(token)]
+    if different:
+        first = min(different)
+        raise ValueError(
+            f"{key}={folder}: its tokenizer differs from that of {other} in {len(different)} tokens; {first!r} has the id "
+            f"{given.get(first)} instead of {wanted.get(first)}; use a model with the same tokenizer"
+        )
 
 
 def _tokenizer_ids(stored: Mapping[str, Any]) -> Iterator[int]:

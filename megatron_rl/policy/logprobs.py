@@ -17,6 +17,18 @@ from torch.utils.checkpoint import checkpoint
 _REMOVED = -1e30
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TeacherComparison:
+    """Compares the policy's distribution at each row with the distribution of a teacher."""
+
+    hidden_RH: torch.Tensor
+    """Final hidden states of the teacher."""
+    head: Callable[[torch.Tensor], torch.Tensor]
+    """Computes the teacher's logits [R, V] from its hidden states."""
+    divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """Computes the divergence [R] from the policy's and the teacher's logits."""
+
+
 @dataclass(slots=True, frozen=True)
 class TokenDistribution:
     """Computes logprobs and entropies of sampled tokens from hidden states, block by block."""
@@ -31,28 +43,31 @@ class TokenDistribution:
     """Maximum number of rows of logits held in memory at once."""
 
     def __call__(
-        self, head: Callable[[torch.Tensor], torch.Tensor], hidden_RH: torch.Tensor, target_R: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, head: Callable[[torch.Tensor], torch.Tensor], hidden_RH: torch.Tensor, target_R: torch.Tensor,
+        compare: TeacherComparison | None = None,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """Return the logprob of each target and the entropy of each row.
 
         Logprobs and entropies are fp32 [R] and equal on every tensor-parallel rank. Targets are
         token ids; they need not belong to this rank's part of the vocabulary. `head` computes the
         logits [*, V] of hidden states. With more than `rows_per_block` rows, the logits of each
         block are recomputed in the backward pass, so that the logits of only one block are in
-        memory at a time.
+        memory at a time. With `compare`, the divergence of each row from a teacher is returned too.
         """
 
-        def block(hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return vocab_parallel_logprobs(
-                head(hidden), target, banned_V=self.banned_V, temperature=self.temperature, first_id=self.first_id, group=self.group
+        def block(hidden: torch.Tensor, target: torch.Tensor, *teacher: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            logits = head(hidden)
+            found = vocab_parallel_logprobs(
+                logits, target, banned_V=self.banned_V, temperature=self.temperature, first_id=self.first_id, group=self.group
             )
+            return found if compare is None else (*found, compare.divergence(logits, compare.head(*teacher)))
 
+        rows = (hidden_RH, target_R) if compare is None else (hidden_RH, target_R, compare.hidden_RH)
         if target_R.numel() <= self.rows_per_block:
-            return block(hidden_RH, target_R)
-        blocks = zip(hidden_RH.split(self.rows_per_block), target_R.split(self.rows_per_block), strict=True)
-        pairs = [checkpoint(block, hidden, target, use_reentrant=False, preserve_rng_state=False) for hidden, target in blocks]
-        logprobs, entropies = zip(*pairs, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+            return block(*rows)
+        blocks = zip(*(column.split(self.rows_per_block) for column in rows), strict=True)
+        parts = [checkpoint(block, *row, use_reentrant=False, preserve_rng_state=False) for row in blocks]
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
 def vocab_parallel_logprobs(
@@ -86,7 +101,7 @@ class _LogprobsAndEntropies(torch.autograd.Function):
     def forward(
         ctx, logits_RV: torch.Tensor, place_R: torch.Tensor, banned_V: torch.Tensor, temperature: float, group: dist.ProcessGroup,  # noqa: ANN001
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        row_peak, row_sums, _ = _COMPILED if logits_RV.is_cuda else _EAGER
+        row_peak, row_sums, _, _ = _COMPILED if logits_RV.is_cuda else _EAGER
         peak_R = row_peak(logits_RV, banned_V, temperature)
         if group.size() > 1:
             dist.all_reduce(peak_R, dist.ReduceOp.MAX, group=group)
@@ -108,13 +123,26 @@ class _LogprobsAndEntropies(torch.autograd.Function):
         return grad_RV, None, None, None, None
 
 
-def _scaled_logits(logits_RV: torch.Tensor, banned_V: torch.Tensor, temperature: float) -> torch.Tensor:
+def row_log_sum(logits_RV: torch.Tensor, banned_V: torch.Tensor, temperature: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return log sum exp of each row's scaled logits over the whole vocabulary, fp32 [R]."""
+    row_peak, _, _, row_sum_exp = _COMPILED if logits_RV.is_cuda else _EAGER
+    peak_R = row_peak(logits_RV, banned_V, temperature)
+    if group.size() > 1:
+        dist.all_reduce(peak_R, dist.ReduceOp.MAX, group=group)
+    total_R = row_sum_exp(logits_RV, banned_V, temperature, peak_R)
+    if group.size() > 1:
+        dist.all_reduce(total_R, group=group)
+    return peak_R + total_R.log()
+
+
+def scaled_logits(logits_RV: torch.Tensor, banned_V: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return logits / temperature in fp32, with a value near -infinity for banned ids."""
     return (logits_RV.float() / temperature).masked_fill(banned_V, _REMOVED)
 
 
 def _row_peak(logits_RV: torch.Tensor, banned_V: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return the largest scaled logit of each row."""
-    return _scaled_logits(logits_RV, banned_V, temperature).amax(-1)
+    return scaled_logits(logits_RV, banned_V, temperature).amax(-1)
 
 
 def _row_sums(
@@ -125,11 +153,16 @@ def _row_sums(
     x is the scaled logits minus the peak. x[place] is 0 if `place`, an index into this rank's part
     of the vocabulary, lies outside of it.
     """
-    shifted_RV = _scaled_logits(logits_RV, banned_V, temperature) - peak_R[:, None]
+    shifted_RV = scaled_logits(logits_RV, banned_V, temperature) - peak_R[:, None]
     weight_RV = shifted_RV.exp()
     size = logits_RV.shape[1]
     picked_R = shifted_RV.gather(1, place_R.clamp(0, size - 1)[:, None])[:, 0] * ((place_R >= 0) & (place_R < size))
     return torch.stack([weight_RV.sum(-1), (weight_RV * shifted_RV).sum(-1), picked_R])
+
+
+def _row_sum_exp(logits_RV: torch.Tensor, banned_V: torch.Tensor, temperature: float, peak_R: torch.Tensor) -> torch.Tensor:
+    """Return sum(exp(x)) of each row, where x is the scaled logits minus the peak."""
+    return (scaled_logits(logits_RV, banned_V, temperature) - peak_R[:, None]).exp().sum(-1)
 
 
 def _logit_gradient(
@@ -137,14 +170,14 @@ def _logit_gradient(
     place_R: torch.Tensor, grad_logprob_R: torch.Tensor, grad_entropy_R: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Return the gradient of the logits; see `_LogprobsAndEntropies`."""
-    logp_RV = _scaled_logits(logits_RV, banned_V, temperature) - log_sum_R[:, None]
+    logp_RV = scaled_logits(logits_RV, banned_V, temperature) - log_sum_R[:, None]
     of_entropy_RV = grad_entropy_R[:, None] * (logp_RV + entropy_R[:, None])
     is_target_RV = torch.arange(logits_RV.shape[1], device=logits_RV.device) == place_R[:, None]
     grad_RV = is_target_RV * grad_logprob_R[:, None] - logp_RV.exp() * (grad_logprob_R[:, None] + of_entropy_RV)
     return (grad_RV / temperature).to(logits_RV.dtype)
 
 
-_EAGER: tuple[Callable[..., torch.Tensor], ...] = (_row_peak, _row_sums, _logit_gradient)
+_EAGER: tuple[Callable[..., torch.Tensor], ...] = (_row_peak, _row_sums, _logit_gradient, _row_sum_exp)
 _COMPILED: tuple[Callable[..., torch.Tensor], ...] = tuple(torch.compile(function, dynamic=True) for function in _EAGER)
 
 

@@ -28,6 +28,7 @@ from megatron_rl.policy.network import Network, TrainingSettings
 from megatron_rl.policy.offload import HostCopy
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import ImagePatchFn, images_of_rank, patch_bytes
+from megatron_rl.policy.teacher import Teacher
 from megatron_rl.policy.trainable_model import TrainableModel
 from megatron_rl.policy.transformer import HeadConfig
 from megatron_rl.types import Image, Loss, LossInputs, LossMetrics, MicroBatch, SpecialTokens
@@ -91,6 +92,7 @@ class Policy(TrainableModel):
         self.distribution = TokenDistribution(banned_V, temperature, first_id, layout.tp_group, training.parallel.log_probs_chunk_size)
         keep = keep_reference and not self.lora.rank
         self._has_values, self._shares_prompts = critic is not None, can_share_prompts(self.network.device, next(chunks.parameters()).dtype)
+        self.teacher: Teacher | None = None
         self.reference = HostCopy(chunks.parameters()) if keep else None
         if self.reference is not None:
             self.reference.copy_to_host()
@@ -136,13 +138,16 @@ class Policy(TrainableModel):
         return found
 
     def logprobs(self, batches: list[MicroBatch], *, weights: str = "current") -> list[torch.Tensor]:
-        """Return the logprobs [T] of each micro-batch under the current or the reference weights.
+        """Return the logprobs [T] of each micro-batch under the given weights.
 
-        Runs without dropout. Entries where mask_T is False are 0. `weights` is "current" or
-        "reference".
+        Runs without dropout. Entries where mask_T is False are 0. `weights` is "current",
+        "reference" or "teacher"; see Teacher.logprobs for the last.
         """
         if weights == "current":
             return self._logprobs(batches)
+        if weights == "teacher":
+            assert self.teacher is not None, "the policy has no teacher"
+            return self.teacher.logprobs(batches)
         if self.lora.rank:
             with disabled_adapters(self.network.chunks):
                 return self._logprobs(batches)
@@ -194,7 +199,8 @@ class Policy(TrainableModel):
             # each other's gradients.
             seen_RH = hidden_RH.detach() + 0.0 * hidden_RH if value_head_only else hidden_RH
             values = self._value_loss_inputs(batch, rows_R, seen_RH) if has_values else None
-            rows = make_loss_inputs(batch, rows_R, *self._logprob_and_entropy(batch, rows_R, hidden_RH), values=values)
+            logprob_R, entropy_R, *divergence = self._logprob_and_entropy(batch, rows_R, hidden_RH, teacher=self.teacher)
+            rows = make_loss_inputs(batch, rows_R, logprob_R, entropy_R, divergence_R=divergence[0] if divergence else None, values=values)
             if record is not None:
                 record(batch, rows_R, rows)
             value, metrics = loss(rows)
@@ -203,8 +209,11 @@ class Policy(TrainableModel):
 
         return self.network.update(batches, on_hidden, step=step, is_partial=value_head_only, check=check)
 
-    def _logprob_and_entropy(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.distribution(self.network.chunks[-1].head, hidden_RH, batch.target_T[rows_R])
+    def _logprob_and_entropy(
+        self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor, *, teacher: Teacher | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        compare = None if teacher is None else teacher.compare(batch)
+        return self.distribution(self.network.chunks[-1].head, hidden_RH, batch.target_T[rows_R], compare)
 
     def restart_optimizer(self) -> None:
         """Reset the optimizer's moments; see Network.restart_optimizer."""

@@ -306,8 +306,10 @@ def run_checks(settings: Settings, plugins: Plugins = Plugins()) -> CheckReport:
     """Run all of the doctor's checks on this machine."""
     report = CheckReport()
     check_machine(settings, report)
-    renderer, trunk = check_model(settings, report), settings.critic.path
-    if (not trunk or check_model_folder(trunk, report, key="critic.path")) and renderer is not None:
+    renderer = check_model(settings, report)
+    others = {"critic.path": settings.critic.path, "distill.teacher": settings.distill.teacher}
+    usable = [check_model_folder(path, report, key=key) for key, path in others.items() if path]
+    if all(usable) and renderer is not None:
         check_memory_plan(settings, report, plugins)
     task = check_task(settings, report, plugins)
     check_data(settings, report, renderer=renderer, task=task)

@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
+from megatron_rl.algo.distill import check_distill
 from megatron_rl.config import CriticSettings, EngineSettings, Settings, require
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.vocabulary import count_token_ids
+from megatron_rl.models.vocabulary import check_same_tokens, count_token_ids
 from megatron_rl.policy.parallel import check_layout, require_divisible, sizes_cut_by_tp
 from megatron_rl.registry import Plugins, has_critic
 from megatron_rl.rollout.task import Task
@@ -33,6 +34,8 @@ def check_settings(settings: Settings, world_size: int, plugins: Plugins = Plugi
         num_rows, num_token_ids = load_known_spec(settings.critic.path, key="critic.path").vocab_size, count_token_ids(path)
         remedy = f"has vocab_size={num_rows}, but the tokenizer of model.path={path} has ids up to {num_token_ids - 1}; use another critic"
         require(num_token_ids <= num_rows, "critic.path", settings.critic.path, remedy)
+    if settings.distill.teacher:
+        check_same_tokens(Path(settings.distill.teacher), path, key="distill.teacher")
     device, has_cuda = settings.engine.device, torch.cuda.is_available()
     require(device != "cuda" or has_cuda, "engine.device", device, "this machine has no usable GPU; use engine.device=auto")
 
@@ -67,6 +70,9 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
         for key, value in asdict(settings.critic).items():
             remedy = f"algo.name={settings.algo.name} has no critic; choose algo=ppo, or leave it out"
             require(value == plain[key], f"critic.{key}", value, remedy)
+    check_distill(settings.distill, algorithm=settings.algo.name)
+    if settings.distill.teacher:
+        _check_teacher(settings, model, world_size)
     if settings.run.epochs == 0:  # otherwise resolve_epochs checks the number of steps
         check_num_steps(settings)
     check_layout(settings.parallel, model, world_size)
@@ -116,13 +122,21 @@ def _check_critic(settings: Settings, model: ModelSpec, world_size: int) -> None
     critic, optim = settings.critic, settings.optim
     if critic.path:
         spec = load_known_spec(critic.path, key="critic.path")
-        check_critic_vision(spec, model, path=critic.path)
+        check_same_inputs(spec, model, key="critic.path", path=critic.path)
         check_layout(settings.parallel, spec, world_size, model_label="the critic")
     remedy = f"must be at least optim.min_lr={optim.min_lr}"
     require(critic.lr >= optim.min_lr, "critic.lr", critic.lr, remedy)
     moves = critic.backbone == "shared" and critic.warmup_steps > 0 and optim.weight_decay > 0
     remedy = "would change the shared backbone while critic.warmup_steps train only the head; set it to 0, or critic.backbone=own"
     require(not moves, "optim.weight_decay", optim.weight_decay, remedy)
+
+
+def _check_teacher(settings: Settings, model: ModelSpec, world_size: int) -> None:
+    key, path = "distill.teacher", settings.distill.teacher
+    require(settings.stage == "rl", key, path, "has no effect in stage=sft; leave it out")
+    spec = load_known_spec(path, key=key)
+    check_same_inputs(spec, model, key=key, path=path)
+    check_layout(settings.parallel, spec, world_size, model_label="the teacher")
 
 
 VISION_KEYS: Mapping[str, Callable[[ModelSpec], int]] = {
@@ -141,13 +155,13 @@ Models that read the same batches must agree in all of these fields.
 """
 
 
-def check_critic_vision(critic: ModelSpec, model: ModelSpec, *, path: str) -> None:
-    """Raise ValueError if the critic cannot read the policy's batches.
+def check_same_inputs(other: ModelSpec, model: ModelSpec, *, key: str, path: str) -> None:
+    """Raise ValueError if a critic or teacher (setting `key`) cannot read the policy's batches.
 
-    The critic must use the same patches, placeholder tokens and positions as the policy. The
+    The model must use the same patches, placeholder tokens and positions as the policy. The
     vocabulary sizes may differ by rows that the tokenizer does not use (Qwen2.5-VL-3B has 128 fewer
     rows than Qwen2.5-VL-7B).
     """
     for name, of in VISION_KEYS.items():
-        remedy = f"has {name}={of(critic)}, the policy has {of(model)}; use a model of the policy's family: both read the same batches"
-        require(of(critic) == of(model), "critic.path", path, remedy)
+        remedy = f"has {name}={of(other)}, the policy has {of(model)}; use a model of the policy's family: both read the same batches"
+        require(of(other) == of(model), key, path, remedy)

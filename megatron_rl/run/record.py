@@ -121,6 +121,7 @@ class Run:
         self._is_async = settings.run.max_staleness > 0
         self._recorded = {"num_best": settings.rollouts.keep_best, "num_worst": settings.rollouts.keep_worst}
         self._saves_all = settings.rollouts.save == "all"
+        self._has_teacher = bool(settings.distill.teacher)
         self._reported_examples, self._busy_tracker = set(self.history.bad_examples), EngineBusyCounter()
         self.progress = ProgressDisplay(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
         self.trace = StepTrace(settings.run.trace)
@@ -230,7 +231,7 @@ class Run:
         stays pending in the history until `record` is called.
         """
         _, moving = groups_with_advantages(rollouts)
-        self.history.num_learning_steps += bool(moving)
+        self.history.num_learning_steps += bool(moving) or self._has_teacher
         metrics["rollout/bad_prompts"] = float(len(self.history.bad_examples))
         if self.judge_stats is not None:
             metrics |= self.judge_stats.record_decided(rollouts, self.history.judge)
@@ -275,7 +276,7 @@ class Run:
             shares = idle_metrics(times, busy_s=self._busy_tracker.busy_since_last()) if self._is_async else {}
             metrics = {**metrics, **times, **shares, **self.rollout_store.metrics(), **max_over_ranks(memory)}
             self.metrics_log.log(step, metrics)
-        taught_nothing = metrics.get("rollout/all_groups_zero_std", 0.0) > 0
+        taught_nothing = metrics.get("rollout/all_groups_zero_std", 0.0) > 0 and not self._has_teacher
         assert self.progress is not None, "the main rank has a display"
         self.progress.log_step(step, metrics, note="rewards equal in every group: nothing learned" if taught_nothing else "")
         return metrics

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,10 +10,11 @@ from megatron_rl.algo.advantages import TURN_SCHEMES
 from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm, needs_old_logprob_forward, needs_reference
 from megatron_rl.algo.kl import ESTIMATORS
 from megatron_rl.algo.rollout_correction import CORRECTIONS
-from megatron_rl.config import AlgoSettings
+from megatron_rl.config import AlgoSettings, BatchSettings, DistillSettings
 
-EPISODES = {"rloo", "opo", "reinforce_pp", "gspo", "gmpo", "ppo", "ppo_turn"}
-"""Algorithms with one advantage or one ratio per episode, or with a critic that values turns."""
+EPISODES = {"rloo", "opo", "reinforce_pp", "gspo", "gmpo", "ppo", "ppo_turn", "distill"}
+"""Algorithms with one advantage or one ratio per episode, with a critic that values turns, or with
+no advantages."""
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -124,10 +126,18 @@ def test_what_networks_are_asked() -> None:
     settings. On-policy training with one update needs no old logprobs; several updates do. A KL in
     the loss needs the reference model; a KL in the reward needs old and reference logprobs."""
     plain, kl, in_reward = AlgoSettings(), AlgoSettings(kl_coef=0.1), AlgoSettings(kl_coef=0.1, use_kl_in_reward=True)
-    found = [tuple(needs_old_logprob_forward(algo, num_updates=num) for num in (1, 2)) for algo in (plain, kl, in_reward)]
+
+    def needs(algo: AlgoSettings, *, distill: DistillSettings = DistillSettings()) -> list[bool]:
+        return [
+            needs_old_logprob_forward(SimpleNamespace(algo=algo, distill=distill, batch=BatchSettings(epochs=epochs))) for epochs in (1, 2)
+        ]
+
+    found = [tuple(needs(algo)) for algo in (plain, kl, in_reward)]
     assert found == [(False, True), (False, True), (True, True)]
     bypassed = [dataclasses.replace(algo, rollout_correction="geo_mask+bypass") for algo in (plain, kl, in_reward)]
-    assert not any(needs_old_logprob_forward(algo, num_updates=number) for algo in bypassed for number in (1, 2))
+    assert not any(any(needs(algo)) for algo in bypassed)
+    rewarding, in_loss = (DistillSettings(teacher="t", apply_to=where) for where in ("reward", "loss"))
+    assert [needs(plain, distill=each) for each in (rewarding, in_loss)] == [[True, True], [False, True]]
     assert [needs_reference(algo) for algo in (plain, kl, in_reward)] == [False, True, True]
     assert {name for name, algorithm in ALGORITHMS.items() if algorithm.needs_critic} == {"ppo", "ppo_turn"}
     for algorithm in ALGORITHMS.values():

@@ -76,7 +76,7 @@ def test_one_alone_is_left_out_where_credit_compares() -> None:
     for name, algorithm in ALGORITHMS.items():
         expected = ([2, 3], {"no_peer": 2}) if algorithm.needs_group else ([0, 2, 3, 5], {})
         assert chosen(rollouts, algo=AlgoSettings(name=name)) == expected
-    assert {name for name, algorithm in ALGORITHMS.items() if not algorithm.needs_group} == {"reinforce_pp", "ppo", "ppo_turn"}
+    assert {name for name, algorithm in ALGORITHMS.items() if not algorithm.needs_group} == {"reinforce_pp", "ppo", "ppo_turn", "distill"}
 
 
 def test_surplus_groups_are_used_or_ranked_by_deviation() -> None:

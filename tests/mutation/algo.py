@@ -290,4 +290,18 @@ MUTANTS = (
         "return sum_by_id(_train_rollout_log_ratio(rows), _sequence_ids(rows, algo)).exp()",
         "tests/algo/test_rollout_correction.py -k long_sequences",
     ),
+    Mutant(
+        "the term of the teacher has no coefficient",
+        "megatron_rl/algo/objective.py",
+        "distill.coef * distill.divergence(rows)",
+        "distill.divergence(rows)",
+        "tests/algo/test_distill.py",
+    ),
+    Mutant(
+        "the teacher rewards what it finds improbable",
+        "megatron_rl/algo/distill.py",
+        "coef * (teacher - old) * mask",
+        "coef * (old - teacher) * mask",
+        "tests/algo/test_distill.py",
+    ),
 )

@@ -20,8 +20,8 @@ MUTANTS = (
     Mutant(
         "the reference's pass takes no time",
         "megatron_rl/memory_plan/step_time.py",
-        "minibatches * batch.epochs) + needs_reference(algo)",
-        "minibatches * batch.epochs)",
+        "needs_old_logprob_forward(inputs.settings) + needs_reference(inputs.settings.algo), inputs",
+        "int(needs_old_logprob_forward(inputs.settings)), inputs",
         "tests/memory_plan/test_step_time.py -k passes_before",
     ),
     Mutant(

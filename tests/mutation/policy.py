@@ -192,4 +192,32 @@ MUTANTS = (
         "with torch.set_grad_enabled(torch.is_grad_enabled()):",
         "tests/memory_plan/test_activations.py -k frozen_tower_keeps",
     ),
+    Mutant(
+        "tokens in the tail of a divergence are outcomes of their own",
+        "megatron_rl/policy/divergence.py",
+        "outcome_RV = torch.where(top_RV, outcome_RV, ratio_R[:, None] * p_RV)",
+        "pass",
+        "tests/policy/test_divergence.py",
+    ),
+    Mutant(
+        "a divergence's gradient lacks the normalizer",
+        "megatron_rl/policy/divergence.py",
+        "(outcome_RV - total_R[:, None] * p_RV)",
+        "outcome_RV",
+        "tests/policy/test_divergence.py",
+    ),
+    Mutant(
+        "the teacher's top tokens are sought on the first rank",
+        "megatron_rl/policy/divergence.py",
+        "winners_RK // num == self.group.rank()",
+        "winners_RK // num == 0",
+        "tests/parity/test_teacher.py",
+    ),
+    Mutant(
+        "a smaller teacher has probabilities for ids that it lacks",
+        "megatron_rl/policy/teacher.py",
+        "policy.banned_V | (ids >= spec.vocab_size)",
+        "policy.banned_V | (ids < 0)",
+        "tests/parity/test_teacher.py",
+    ),
 )

@@ -122,4 +122,11 @@ MUTANTS = (
         "absolute().parts",
         "tests/test_build.py -k vllm_strikes",
     ),
+    Mutant(
+        "a teacher has no effect on sequences without advantages",
+        "megatron_rl/training_batch.py",
+        " or bool(settings.distill.teacher)",
+        "",
+        "tests/e2e/test_distill_run.py -k alone",
+    ),
 )

@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.config import DataSettings, JudgeSettings, TaskSettings
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.preflight.settings import check_critic_vision
+from megatron_rl.preflight.settings import check_same_inputs
 from megatron_rl.registry import Plugins, build_task
 from megatron_rl.rollout.task import Env, Task
 from megatron_rl.types import Example
@@ -122,9 +122,9 @@ VISION, FAMILY = MODEL.vision, MODEL.family
 )
 def test_a_critic_that_reads_something_else(other: ModelSpec, said: str) -> None:
     with pytest.raises(ValueError, match=rf"^critic.path=there: has {said}; use a model of the policy's family: "):
-        check_critic_vision(other, MODEL, path="there")
+        check_same_inputs(other, MODEL, key="critic.path", path="there")
 
 
 @pytest.mark.parametrize("size", ["3B", "7B", "72B"])
 def test_a_critic_of_another_size_reads_the_same(size: str) -> None:
-    check_critic_vision(load_known_spec(f"Qwen/Qwen2.5-VL-{size}-Instruct"), MODEL, path="there")
+    check_same_inputs(load_known_spec(f"Qwen/Qwen2.5-VL-{size}-Instruct"), MODEL, key="critic.path", path="there")

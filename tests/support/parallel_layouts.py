@@ -32,7 +32,7 @@ from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.trainable_model import TrainableModel
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import LossInputs, LossMetrics, MicroBatch
+from megatron_rl.types import Loss, LossInputs, LossMetrics, MicroBatch
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tests.support.memory_footprint import measure_footprint
 from tests.support.packed_example import make_example_items
@@ -87,7 +87,7 @@ def full_logits(policy: Policy, batch: MicroBatch) -> torch.Tensor | None:
         return torch.cat(parts, 1)[:, : policy.spec.vocab_size]
 
     with megatron_on_cpu(), torch.no_grad():
-        results = policy.network._run_schedule([batch], collect, forward_only=True)
+        results = policy.network.pipeline.run([batch], collect, forward_only=True)
     return results[0] if results else None
 
 
@@ -98,13 +98,14 @@ def reduce_whole_gradients(*arguments: object, **options: object) -> None:
     finalize_model_grads(*arguments, **{**options, "force_all_reduce": True})
 
 
-def compute_gradients(policy: Policy, batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
+def compute_gradients(policy: Policy, batches: list[MicroBatch], loss: Loss = weighted_nll) -> dict[str, torch.Tensor]:
     """Return HF-named gradients of the loss sum divided by the sum of the denominators, computed by
     Megatron's schedule. Frozen modules have zero gradients.
     """
 
     def summed(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        value, _ = weighted_nll(make_loss_inputs(batch, rows_R, *policy._logprob_and_entropy(batch, rows_R, hidden_RH)))
+        logprob_R, entropy_R, *divergence = policy._logprob_and_entropy(batch, rows_R, hidden_RH, teacher=policy.teacher)
+        value, _ = loss(make_loss_inputs(batch, rows_R, logprob_R, entropy_R, divergence_R=divergence[0] if divergence else None))
         return value, value.new_full((), batch.denominator, dtype=torch.int), {}
 
     for chunk in policy.network.chunks:
@@ -112,7 +113,7 @@ def compute_gradients(policy: Policy, batches: list[MicroBatch]) -> dict[str, to
     with megatron_on_cpu():
         for chunk in policy.network.model:
             chunk.zero_grad_buffer()
-        policy.network._run_schedule(batches, summed, forward_only=False)
+        policy.network.pipeline.run(batches, summed, forward_only=False)
     for chunk in policy.network.chunks:
         chunk.config.finalize_model_grads_func = finalize_model_grads
     live = policy.hf_iterator.parameters

@@ -3,7 +3,7 @@ import { duration, el, fact, lastList, link, number, questionText } from "./part
 
 // What a token is colored by: a column, or the engine's logprob minus the trainer's.
 const GAP = "engine gap", PLAIN = "nothing";
-const TITLES = { rollout_logprobs: "logprob", old_logprobs: "trainer logprob", reference_logprobs: "reference logprob", loss_mask: "mask", weight_versions: "weight version",
+const TITLES = { rollout_logprobs: "logprob", old_logprobs: "trainer logprob", reference_logprobs: "reference logprob", teacher_logprobs: "teacher logprob", loss_mask: "mask", weight_versions: "weight version",
   advantages: "advantage", values: "value", returns: "return", [GAP]: "mismatch of engine and trainer", logprob_scale: "logprob scale", entropies: "entropy" };
 
 function column(context, name) {
@@ -12,7 +12,7 @@ function column(context, name) {
   return columns[name];
 }
 
-const UNLIKELY = ["rollout_logprobs", "old_logprobs", "reference_logprobs"]; // the lowest values have the strongest color
+const UNLIKELY = ["rollout_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs"]; // the lowest values have the strongest color
 
 function tint(name, value, low, high) {
   if (value === null || low === high) return "";

@@ -1,0 +1,79 @@
+"""On-policy distillation: the policy learns from a teacher's probabilities of its own tokens."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.algo.divergences import DIVERGENCES
+from megatron_rl.algo.kl import k2, k3
+from megatron_rl.config import DistillSettings, require_choice
+from megatron_rl.types import LossInputs, Rollout
+
+ESTIMATES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"reverse_kl": k2, "forward_kl": k3}
+"""Estimators with distill.support=sampled, keyed by distill.divergence: (logprob_R,
+teacher_logprob_R) -> per-token terms. For tokens sampled from the policy, the expected gradient is
+that of the divergence (algo/kl.py).
+"""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DistillTerm:
+    """Term of the loss that moves the policy towards the teacher."""
+
+    coef: float
+    divergence: Callable[[LossInputs], torch.Tensor]
+    """Function (loss inputs) -> divergence of each row [R], or an estimate of it, with gradient."""
+
+
+def check_distill(distill: DistillSettings, *, algorithm: str) -> None:
+    """Raise ValueError if the divergence is unknown or algo=distill has no teacher."""
+    require_choice("distill.divergence", distill.divergence, tuple(DIVERGENCES))
+    if algorithm == "distill" and not distill.teacher:
+        raise ValueError("distill.teacher is empty, and algo=distill learns from a teacher alone; name a model directory")
+
+
+def compute_distill_coef(distill: DistillSettings, *, step: int) -> float:
+    """Return the coefficient of the distillation term in a step."""
+    if distill.decay_steps == 0:
+        return distill.coef
+    return distill.coef + (distill.final_coef - distill.coef) * min(step / distill.decay_steps, 1.0)
+
+
+def make_distill_term(distill: DistillSettings, *, step: int) -> DistillTerm | None:
+    """Return the term of the loss in a step; None if the loss has none."""
+    if not distill.teacher or distill.apply_to != "loss":
+        return None
+    divergence = make_estimate(distill) if distill.support == "sampled" else read_divergence
+    return DistillTerm(coef=compute_distill_coef(distill, step=step), divergence=divergence)
+
+
+def make_estimate(distill: DistillSettings) -> Callable[[LossInputs], torch.Tensor]:
+    """Return the estimator of the divergence from the sampled tokens alone."""
+    estimate = ESTIMATES[distill.divergence]
+
+    def divergence(rows: LossInputs) -> torch.Tensor:
+        assert rows.teacher_logprob_R is not None
+        return estimate(rows.logprob_R, rows.teacher_logprob_R)
+
+    return divergence
+
+
+def read_divergence(rows: LossInputs) -> torch.Tensor:
+    """Return the divergence that the model computed for each row."""
+    assert rows.divergence_R is not None
+    return rows.divergence_R
+
+
+def add_teacher_rewards(rollouts: Sequence[Rollout], *, coef: float) -> None:
+    """Add coef * (teacher logprob - old logprob) to each sampled token's advantage.
+
+    Reads and writes the sequences' columns. Source: "On-Policy Distillation" (Thinking Machines
+    Lab, 2025), with a discount factor of 0.
+    """
+    for rollout in rollouts:
+        if not rollout.is_trained_on:
+            continue
+        for sequence in rollout.sequences:
+            columns = zip(sequence.advantages, sequence.teacher_logprobs, sequence.old_logprobs, sequence.loss_mask, strict=True)
+            sequence.set_column("advantages", [a + coef * (teacher - old) * mask for a, teacher, old, mask in columns])

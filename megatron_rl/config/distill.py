@@ -1,0 +1,77 @@
+"""Settings of distillation from a teacher model.
+
+The valid divergences are the keys of `DIVERGENCES` in algo/divergences.py.
+"""
+
+import math
+from dataclasses import asdict, dataclass, fields
+
+from megatron_rl.config.checks import require, require_choice
+
+
+@dataclass(kw_only=True, slots=True)
+class DistillSettings:
+    """Settings of on-policy distillation: the teacher, and its term in the loss or the reward."""
+
+    teacher: str = ""
+    """Hugging Face directory of the teacher, a model of the policy's family with the same
+    tokenizer; its size may differ. Empty trains without a teacher. Combine a teacher with the
+    rewards of any algorithm, or set algo=distill to learn from the teacher alone."""
+    coef: float = 1.0
+    """Coefficient of the distillation term; the policy gradient has coefficient 1."""
+    final_coef: float = -1.0
+    """Coefficient after distill.decay_steps steps; until then, the coefficient changes linearly. -1
+    keeps distill.coef."""
+    decay_steps: int = 0
+    """Number of steps in which the coefficient changes from distill.coef to distill.final_coef."""
+    apply_to: str = "loss"
+    """Where the term is applied. loss: a divergence between policy and teacher at each sampled
+    token is added to the loss. reward: coef * (teacher logprob - old logprob) is added to each
+    sampled token's advantage, which is the policy gradient of the reverse KL divergence without
+    credit for later tokens."""
+    divergence: str = "reverse_kl"
+    """Divergence in the loss: reverse_kl (KL(policy || teacher)), forward_kl (KL(teacher ||
+    policy)) or jsd (generalized Jensen-Shannon divergence)."""
+    support: str = "full"
+    """Outcomes over which the divergence in the loss is summed. full: the whole vocabulary. top_k:
+    the teacher's distill.top_k most probable tokens, and all other tokens as one outcome. sampled:
+    an estimate from the sampled token alone."""
+    top_k: int = 64
+    """Number of the teacher's tokens with distill.support=top_k."""
+    jsd_beta: float = 0.5
+    """Weight of the teacher in the mixture of distill.divergence=jsd; near 0, the gradient is that
+    of forward_kl, and near 1, that of reverse_kl."""
+
+    def __post_init__(self) -> None:
+        require_choice("distill.apply_to", self.apply_to, ("loss", "reward"))
+        require_choice("distill.support", self.support, ("full", "top_k", "sampled"))
+        require(0 < self.coef < math.inf, "distill.coef", self.coef, "must be a finite, positive number; without a teacher, leave it out")
+        final = self.final_coef
+        require(final == -1 or 0 <= final < math.inf, "distill.final_coef", final, "must be a finite, non-negative number, or -1")
+        require(self.decay_steps >= 0, "distill.decay_steps", self.decay_steps, "must not be negative")
+        remedy = "requires a distill.final_coef, and distill.final_coef requires distill.decay_steps"
+        require((self.decay_steps > 0) == (final != -1), "distill.decay_steps", self.decay_steps, remedy)
+        require(self.top_k >= 1, "distill.top_k", self.top_k, "must be at least 1")
+        require(0 < self.jsd_beta < 1, "distill.jsd_beta", self.jsd_beta, "must be in (0, 1); forward_kl and reverse_kl are its limits")
+        in_loss, remedy = self.apply_to == "loss", "has no effect with distill.apply_to=reward, a reverse KL divergence; leave it out"
+        require(in_loss or self.divergence == "reverse_kl", "distill.divergence", self.divergence, remedy)
+        require(in_loss or self.support == "full", "distill.support", self.support, remedy)
+        remedy = "distill.support=sampled estimates reverse_kl and forward_kl; use full or top_k"
+        require(self.support != "sampled" or self.divergence != "jsd", "distill.divergence", self.divergence, remedy)
+        for key, default in UNUSED.items() if not self.teacher else ():
+            value, remedy = asdict(self)[key], "has no effect without distill.teacher; name a model directory, or leave it out"
+            require(value == default, f"distill.{key}", value, remedy)
+
+    @property
+    def rewards_tokens(self) -> bool:
+        """True if the teacher changes the advantages of tokens."""
+        return bool(self.teacher) and self.apply_to == "reward"
+
+    @property
+    def has_divergence(self) -> bool:
+        """True if the loss compares distributions over several outcomes with the teacher's."""
+        return bool(self.teacher) and self.apply_to == "loss" and self.support != "sampled"
+
+
+UNUSED = {each.name: each.default for each in fields(DistillSettings) if each.name != "teacher"}
+"""Default of every setting that has no effect without a teacher."""

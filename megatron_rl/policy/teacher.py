@@ -1,0 +1,152 @@
+"""Teacher of on-policy distillation: a frozen model in the policy's parallel layout.
+
+A forward pass before the first update computes the teacher's final hidden states of the sampled
+tokens. The update multiplies them with the teacher's output layer, one block of rows at a time, so
+that the teacher's distribution over the whole vocabulary is never stored. Per sampled token, the
+hidden states take 2 * hidden_size bytes of host memory (bfloat16).
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import LoraSettings
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.policy.divergence import DivergenceFn, VocabDivergence
+from megatron_rl.policy.load_model import load_model
+from megatron_rl.policy.logprobs import TeacherComparison, TokenDistribution
+from megatron_rl.policy.offload import HostCopy
+from megatron_rl.policy.parallel import Layout
+from megatron_rl.policy.patches import ImagePatchFn, patch_bytes
+from megatron_rl.policy.pipeline import Pipeline
+from megatron_rl.policy.transformer import HeadConfig
+from megatron_rl.types import MicroBatch
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TeacherTerm:
+    """Divergence that the teacher adds to an update."""
+
+    divergence: DivergenceFn
+    """Terms of the divergence (algo/divergences.py)."""
+    top_k: int = 0
+    """See VocabDivergence.top_k."""
+
+
+class Teacher:
+    """Frozen model that provides target distributions for the policy.
+
+    On a GPU, the teacher's weights stay in host memory, except for the output layer and during
+    `logprobs`.
+    """
+
+    def __init__(
+        self, path: str, layout: Layout, *,
+        policy: TokenDistribution, term: TeacherTerm | None, dtype: str, patches: ImagePatchFn = patch_bytes,
+    ) -> None:  # fmt: skip
+        """Load the model.
+
+        Args:
+            path: Hugging Face folder of the teacher (distill.teacher).
+            layout: Parallel layout of the policy.
+            policy: Token distribution of the policy. The teacher's distribution has the same
+                temperature and vocabulary parallelism. Ids that the policy never samples, and ids
+                that only one of the models has, have probability 0 in both.
+            term: Divergence of the update; None if the update needs only the teacher's logprobs.
+            dtype: Data type of the weights (model.dtype).
+            patches: Function that returns the patches of an image.
+        """
+        spec = read_spec(path, key="distill.teacher")
+        built = load_model(
+            spec, layout, path, dtype=dtype, lora=LoraSettings(), heads=HeadConfig(), seed=0, key="distill.teacher"
+        )  # fmt: skip
+        self._chunks = built.chunks.requires_grad_(False)
+        self._pipeline = Pipeline(built.chunks, list(built.chunks), layout, patches)
+        num = policy.banned_V.numel()
+        ids = torch.arange(policy.first_id, policy.first_id + num, device=policy.banned_V.device)
+        self._output_VH = self._gather_output_layer(layout, first_id=policy.first_id, num=num) if layout.is_last_stage else None
+        banned_V = policy.banned_V | (ids >= spec.vocab_size)
+        self._distribution = TokenDistribution(banned_V, policy.temperature, policy.first_id, policy.group, policy.rows_per_block)
+        self._divergence = None
+        if term is not None:
+            self._divergence = VocabDivergence(
+                terms=term.divergence, banned_V=banned_V, temperature=policy.temperature, group=policy.group, top_k=term.top_k
+            )  # fmt: skip
+        self._host = None
+        if self._pipeline.device.type == "cuda":
+            self._host = HostCopy(self._chunks.parameters())
+            self._host.copy_to_host()
+            self._host.free_device_memory()
+
+    def logprobs(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
+        """Return the teacher's logprobs [T] of each micro-batch; 0 where mask_T is False.
+
+        If the update has a divergence term, teacher_hidden_RH of the micro-batches is set on the
+        last pipeline stage. All ranks must call this method together.
+        """
+        hidden: list[torch.Tensor] = []
+
+        def logprob_R(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> torch.Tensor:
+            if self._divergence is not None:
+                hidden.append(_copy_to_host(hidden_RH))
+            return self._distribution(self.logits, hidden_RH, batch.target_T[rows_R])[0]
+
+        if self._host is not None:
+            self._host.restore()
+        try:
+            results = self._pipeline.forward_only(batches, logprob_R)
+        finally:
+            if self._host is not None:
+                self._host.free_device_memory()
+        for batch, hidden_RH in zip(batches, hidden, strict=False):  # an interleaved pipeline appends empty micro-batches
+            batch.teacher_hidden_RH = hidden_RH
+        return [logprob_1T[0] for logprob_1T in results]
+
+    def compare(self, batch: MicroBatch) -> TeacherComparison | None:
+        """Return the comparison of the policy with the teacher in a micro-batch.
+
+        Returns None if the update has no divergence term.
+        """
+        if self._divergence is None:
+            return None
+        assert self._output_VH is not None
+        hidden_RH = batch.teacher_hidden_RH
+        if hidden_RH is None:  # a micro-batch that an interleaved pipeline appends has no sampled tokens
+            hidden_RH = self._output_VH.new_zeros(0, self._output_VH.shape[1])
+        hidden_RH = hidden_RH.to(self._output_VH.device, non_blocking=True)
+        return TeacherComparison(hidden_RH=hidden_RH, head=self.logits, divergence=self._divergence)
+
+    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """Compute the teacher's logits for this rank's part of the policy's vocabulary.
+
+        `hidden_RH` are final hidden states of the teacher. Last pipeline stage only.
+        """
+        assert self._output_VH is not None
+        return hidden_RH @ self._output_VH.T
+
+    def _gather_output_layer(self, layout: Layout, *, first_id: int, num: int) -> torch.Tensor:
+        """Return rows first_id .. first_id + num - 1 of the teacher's output layer, zero-padded.
+
+        The vocabulary of a teacher can have more padding than the policy's, so that the shards of
+        tensor-parallel ranks begin at different ids.
+        """
+        last = self._chunks[-1]
+        is_tied = last.share_embeddings_and_output_weights
+        weight = last.shared_embedding_or_output_weight() if is_tied else cast("torch.Tensor", last.language.output_layer.weight)
+        parts = [torch.empty_like(weight) for _ in range(layout.tp)]
+        dist.all_gather(parts, weight.detach().contiguous(), group=layout.tp_group)
+        rows_VH = torch.cat(parts)[first_id : first_id + num]
+        return torch.nn.functional.pad(rows_VH, (0, 0, 0, num - rows_VH.shape[0])).clone()
+
+
+def _copy_to_host(hidden_RH: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory, made without blocking the host.
+
+    The copy back to the device is queued on the same stream, and so waits for this one.
+    """
+    if not hidden_RH.is_cuda:
+        return hidden_RH
+    host_RH = torch.empty_like(hidden_RH, device="cpu", pin_memory=True)
+    return host_RH.copy_(hidden_RH, non_blocking=True)

@@ -1,0 +1,114 @@
+"""Terms of distillation by hand, and their expected gradients by enumeration."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl.algo.algorithms import ALGORITHMS
+from megatron_rl.algo.distill import ESTIMATES, add_teacher_rewards, check_distill, compute_distill_coef, make_distill_term
+from megatron_rl.algo.divergences import DIVERGENCES
+from megatron_rl.algo.objective import make_policy_objective
+from megatron_rl.config import AlgoSettings, DistillSettings
+from tests.support.random_loss_inputs import make_loss_inputs, make_tensor
+from tests.support.rollout_factory import make_rollout
+
+
+def test_the_coefficient_changes_linearly() -> None:
+    changing = DistillSettings(teacher="t", coef=0.5, final_coef=0.1, decay_steps=4)
+    assert [compute_distill_coef(changing, step=step) for step in (0, 1, 4, 9)] == pytest.approx([0.5, 0.4, 0.1, 0.1], abs=1e-15)
+    assert [compute_distill_coef(DistillSettings(teacher="t", coef=0.5), step=step) for step in (0, 100)] == [0.5, 0.5]
+
+
+def test_the_divergence_is_added_to_the_loss_by_hand() -> None:
+    """Two tokens with weights 1 and 2 and advantages 0: the loss is the weighted divergence, 0.5 *
+    (1 * 3 + 2 * 0.25), and its gradient 0.5 times the weights."""
+    rows = make_loss_inputs([0.0, 0.0], [0.0, 0.0], weight=[1.0, 2.0], divergence=[3.0, 0.25], teacher_logprob=[-1.5, -2.5])
+    assert rows.divergence_R is not None
+    rows.divergence_R.requires_grad_()
+    term = make_distill_term(DistillSettings(teacher="t", coef=0.5), step=0)
+    loss, metrics = make_policy_objective(AlgoSettings(name="distill"), distill=term)(rows)
+    loss.backward()
+    assert (loss.item(), rows.divergence_R.grad.tolist()) == (1.75, [0.5, 1.0])
+    assert metrics.sums["distill/divergence"].item() == 3.25
+    assert metrics.sums["distill/reverse_kl"].item() == 1.0  # -1 + 1.5 and -2 + 2.5
+
+
+@pytest.mark.parametrize("name", list(ESTIMATES))
+def test_estimates_have_the_expected_gradient_of_the_divergence(name: str) -> None:
+    """Enumerated over all tokens of a categorical distribution, the expected gradient of the
+    estimate from the sampled token is the gradient of the full divergence."""
+    logits_V = make_tensor(0.3, -1.2, 0.8, 0.0, 2.0).requires_grad_()
+    log_p_V, log_q_V = logits_V.log_softmax(0), make_tensor(-0.5, 0.4, 1.1, 0.2, -1.0).log_softmax(0)
+    expected = (log_p_V.detach().exp() * ESTIMATES[name](log_p_V, log_q_V)).sum()
+    p_V, q_V = log_p_V.exp(), log_q_V.exp()
+    full = {"reverse_kl": (p_V * (log_p_V - log_q_V)).sum(), "forward_kl": (q_V * (log_q_V - log_p_V)).sum()}[name]
+    found, wanted = (torch.autograd.grad(value, logits_V, retain_graph=True)[0] for value in (expected, full))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-14)
+
+
+def test_the_sampled_term_reads_the_teachers_logprobs() -> None:
+    """k2 of a token with logprob -1 and teacher logprob -3 is 2."""
+    rows = make_loss_inputs([0.0], [0.0], teacher_logprob=[-3.0])
+    term = make_distill_term(DistillSettings(teacher="t", support="sampled"), step=0)
+    assert term is not None
+    assert term.divergence(rows).item() == 2.0
+
+
+def test_rewards_of_the_teacher_by_hand() -> None:
+    """Each sampled token's advantage changes by coef * (teacher logprob - old logprob); observed
+    tokens keep 0, and rollouts that are not trained on are left alone."""
+    trained, filtered = make_rollout(0, 1.0, lengths=(2,)), make_rollout(0, 0.0, lengths=(2,))
+    filtered.filter_reason = "surplus"
+    for rollout in (trained, filtered):
+        (sequence,) = rollout.sequences
+        places = [place for place, sampled in enumerate(sequence.loss_mask) if sampled]
+        for column, values in (("advantages", (2.0, 2.0)), ("old_logprobs", (-1.0, -2.0)), ("teacher_logprobs", (-0.5, -4.0))):
+            numbers = [0.0] * len(sequence.token_ids)
+            for place, value in zip(places, values, strict=True):
+                numbers[place] = value
+            sequence.set_column(column, numbers)
+    add_teacher_rewards([trained, filtered], coef=0.1)
+    sampled = [[a for a, mask in zip(s.advantages, s.loss_mask, strict=True) if mask] for r in (trained, filtered) for s in r.sequences]
+    assert sampled == [pytest.approx([2.05, 1.8], abs=1e-15), [2.0, 2.0]]
+    assert math.fsum(trained.sequences[0].advantages) == pytest.approx(3.85, abs=1e-15)
+
+
+def test_the_algorithm_has_no_advantages() -> None:
+    rollouts = [make_rollout(0, 1.0, lengths=(2, 1)), make_rollout(0, 0.0, lengths=(3,))]
+    ALGORITHMS["distill"].advantage_fn(rollouts, AlgoSettings(name="distill"))
+    assert all(sequence.advantages == [0.0] * len(sequence.token_ids) for rollout in rollouts for sequence in rollout.sequences)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"coef": 0.0}, "distill.coef=0.0"),
+        ({"coef": math.nan}, "distill.coef=nan"),
+        ({"final_coef": 0.1}, "distill.decay_steps=0"),
+        ({"decay_steps": 3}, "distill.decay_steps=3"),
+        ({"decay_steps": -1}, "distill.decay_steps=-1"),
+        ({"final_coef": -0.5, "decay_steps": 2}, "distill.final_coef=-0.5"),
+        ({"support": "some"}, "distill.support=some"),
+        ({"apply_to": "prompt"}, "distill.apply_to=prompt"),
+        ({"top_k": 0}, "distill.top_k=0"),
+        ({"jsd_beta": 1.0}, "distill.jsd_beta=1.0"),
+        ({"apply_to": "reward", "divergence": "jsd"}, "distill.divergence=jsd"),
+        ({"apply_to": "reward", "support": "top_k"}, "distill.support=top_k"),
+        ({"support": "sampled", "divergence": "jsd"}, "distill.divergence=jsd"),
+    ],
+)
+def test_bad_settings_are_one_line(given: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        DistillSettings(teacher="t", **given)
+    assert "\n" not in str(error.value)
+
+
+def test_settings_without_a_teacher_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"distill.coef=0.5: has no effect without distill.teacher"):
+        DistillSettings(coef=0.5)
+    with pytest.raises(ValueError, match=r"distill.teacher is empty, and algo=distill"):
+        check_distill(DistillSettings(), algorithm="distill")
+    with pytest.raises(ValueError, match=r"distill.divergence=chi2: .*reverse_kl, forward_kl, jsd"):
+        check_distill(DistillSettings(teacher="t", divergence="chi2"), algorithm="grpo")
+    assert set(DIVERGENCES) == {"reverse_kl", "forward_kl", "jsd"}

@@ -1,0 +1,93 @@
+"""Runs that learn from a teacher: recorded numbers against Hugging Face's model of the teacher."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from megatron_rl.config import ModelSettings
+from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.observe.rollout_store import read_rollouts
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import TokenSequence
+from megatron_rl_tools.convert import verify
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
+from tests.support.game_runs import GAME_OVERRIDES
+
+SMALL = ("batch.prompts_per_step=2", "batch.group_size=2", "task.eval_samples=0", "optim.lr=1e-3")
+TRAIN = "launch/train.py"
+COEF = 0.5
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create a teacher with another number of layers than the policy."""
+    folder = tmp_path_factory.mktemp("teacher") / "random"
+    make_checkpoint(folder, init="random", seed=7, layers=6)
+    return folder
+
+
+def hf_logprobs(teacher: Path, sequences: list[TokenSequence]) -> list[list[float]]:
+    """Return the teacher's logprobs of the sampled tokens at temperature 1, without banned ids."""
+    renderer = Renderer(ModelSettings(path=str(teacher), min_pixels=12000, max_pixels=13000))
+    model, found = AutoModelForImageTextToText.from_pretrained(teacher, dtype=torch.float32), []
+    for sequence in sequences:
+        sequence.images = [
+            renderer.prompt([{"role": "user", "content": [{"type": "image", "image": image.pil}]}]).images[0] for image in sequence.images
+        ]
+        with torch.no_grad():
+            logits = verify.compute_logits(model, sequence, image_token_id=renderer.image_token_id)
+        logits[:, renderer.banned_ids] = float("-inf")
+        logp = logits.log_softmax(-1)
+        found.append([logp[t - 1, sequence.token_ids[t]].item() for t, sampled in enumerate(sequence.loss_mask) if sampled])
+    return found
+
+
+def test_the_teacher_rewards_each_token(torchrun, random_model: Path, teacher: Path, tmp_path: Path) -> None:  # noqa: ANN001
+    """Recorded logprobs of the teacher equal Hugging Face's to 1e-4, and each token's advantage is
+    that of its episode plus coef * (teacher logprob - old logprob)."""
+    given = ("distill.apply_to=reward", f"distill.coef={COEF}", f"distill.teacher={teacher}", "rollouts.save=all", "run.steps=1")
+    torchrun(1, TRAIN, f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", *GAME_OVERRIDES, *SMALL, "algo=rloo", *given)
+    rollouts = [each for each in read_rollouts(tmp_path / "run" / "rollouts" / "step_000000.parquet") if each.is_trained_on]
+    sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
+    assert len(rollouts) == 4
+    rewards = {group: [r.reward for r in rollouts if r.group == group] for group in {r.group for r in rollouts}}
+    for rollout in rollouts:
+        one, two = rewards[rollout.group]
+        own = rollout.reward - (one + two - rollout.reward)  # RLOO with two rollouts: the difference from the other
+        expected = hf_logprobs(teacher, rollout.sequences)
+        for sequence, teacher_logprobs in zip(rollout.sequences, expected, strict=True):
+            places = [place for place, sampled in enumerate(sequence.loss_mask) if sampled]
+            assert [sequence.teacher_logprobs[place] for place in places] == pytest.approx(teacher_logprobs, abs=1e-4)
+            shaped = [own + COEF * (logp - sequence.old_logprobs[place]) for place, logp in zip(places, teacher_logprobs, strict=True)]
+            assert [sequence.advantages[place] for place in places] == pytest.approx(shaped, abs=1e-4)
+    sampled = [(s.old_logprobs[t], s.teacher_logprobs[t]) for s in sequences for t, mask in enumerate(s.loss_mask) if mask]
+    (step, _) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert step["distill/reverse_kl"] == pytest.approx(sum(old - logp for old, logp in sampled) / len(sampled), abs=1e-5)
+
+
+def test_the_teacher_alone_is_a_loss(torchrun, random_model: Path, teacher: Path, tmp_path: Path) -> None:  # noqa: ANN001
+    """With algo=distill the loss is the mean divergence of the sampled tokens times the coefficient,
+    also with the weights of the step after; no line says that nothing was learned."""
+    given = ("algo=distill", f"distill.teacher={teacher}", "distill.final_coef=0.5", "distill.decay_steps=1", "distill.support=top_k")
+    overrides = (f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", *GAME_OVERRIDES, *SMALL, *given, "run.steps=2")
+    output = torchrun(2, TRAIN, *overrides)
+    first, second, _ = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert first["distill/divergence"] > 0.1
+    assert [first["loss"], second["loss"]] == pytest.approx([first["distill/divergence"], 0.5 * second["distill/divergence"]], rel=1e-5)
+    assert second["distill/divergence"] < first["distill/divergence"]
+    assert "nothing learned" not in output and "nothing was learned" not in output
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(random_model: Path, tmp_path: Path) -> None:
+    from megatron_rl.models.vocabulary import check_same_tokens
+
+    other = tmp_path / "other"
+    make_checkpoint(other, init="random", vocab=900)
+    with pytest.raises(ValueError, match=r"^distill.teacher=.*: its tokenizer differs from that of .* in \d+ tokens; .* has the id"):
+        check_same_tokens(other, random_model, key="distill.teacher")
+    check_same_tokens(random_model, random_model, key="distill.teacher")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty has no readable tokenizer"):
+        check_same_tokens(tmp_path / "empty", random_model, key="distill.teacher")

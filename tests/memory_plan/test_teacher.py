@@ -1,0 +1,45 @@
+"""Memory and time that the plan counts for a teacher, by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_rl.config import DistillSettings, ModelSettings, RunSettings, Settings
+from megatron_rl.memory_plan.gpu_memory import _divergence_bytes
+from megatron_rl.memory_plan.rank_shares import compute_model_shares
+from megatron_rl.models.known_models import load_known_spec
+
+POLICY, TEACHER = "Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct"
+TEACHER_PARAMS, HIDDEN, VOCABULARY = 8_292_166_656, 3584, 151_936
+"""Parameters of Qwen2.5-VL-7B as its safetensors index states them, its hidden size, and the
+policy's number of embedding rows."""
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
+def test_a_teacher_of_7b_for_a_policy_of_3b(tp: int, pp: int) -> None:
+    """The stages together hold the teacher once (in bfloat16), apart from what tensor-parallel ranks
+    hold twice, and the last stage the output layer for the policy's vocabulary."""
+    settings = Settings(
+        model=ModelSettings(path=POLICY, dtype="bfloat16"), run=RunSettings(dir="there"), distill=DistillSettings(teacher=TEACHER)
+    )
+    settings = replace(settings, parallel=replace(settings.parallel, tp=tp, pp=pp))
+    shares = compute_model_shares(load_known_spec(POLICY), settings, world_size=tp * pp)
+    held = sum(share.teacher_bytes for share in shares)
+    assert held == 2 * TEACHER_PARAMS if tp == 1 else 1 < held / (2 * TEACHER_PARAMS) < 1.1  # the vision tower is on both ranks
+    last = [share for share in shares if share.pp_rank == pp - 1]
+    assert [share.teacher_output_bytes for share in last] == [2 * HIDDEN * VOCABULARY // tp] * tp
+    assert pp == 1 or shares[0].teacher_output_bytes == 0
+    without = replace(settings, distill=DistillSettings())
+    plain = compute_model_shares(load_known_spec(POLICY), without, world_size=tp * pp)
+    assert [replace(share, teacher_bytes=0, teacher_output_bytes=0) for share in shares] == plain
+
+
+def test_the_teachers_logits_of_a_chunk() -> None:
+    """2,048 rows of the teacher's logits and of the divergence's gradient, with a mask of one byte per
+    entry if there are top tokens; an estimate from the sampled token needs neither."""
+    model = load_known_spec(POLICY)
+    found = [
+        _divergence_bytes(model, Settings(model=ModelSettings(path=POLICY), run=RunSettings(dir="there"), distill=distill), itemsize=2)
+        for distill in (DistillSettings(teacher=TEACHER, **each) for each in ({}, {"support": "top_k"}, {"support": "sampled"}))
+    ]
+    assert found == [2048 * VOCABULARY * 4, 2048 * VOCABULARY * 5, 0]

@@ -1,0 +1,118 @@
+"""A teacher in every kind of parallel layout, against two Hugging Face models and the written
+definitions of the divergences.
+
+The student has a vocabulary of 1,027 ids that no tensor-parallel size divides, the teacher one of
+1,024 ids and another hidden size and number of layers, so that the shards of their vocabularies
+begin at different ids.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from megatron_rl.batching.minibatches import PackItem
+from megatron_rl.config import ModelSettings
+from megatron_rl.models.name_mapping import canonical_name
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
+from tests.conftest import SUPPORT
+from tests.policy.test_divergence import FORMULAS
+from tests.support.hf_reference import TEMPERATURE, compute_logits, relative_error
+from tests.support.indivisible_vocabulary import add_tokens
+from tests.support.packed_example import make_example_items
+from tests.support.teacher_layouts import CASES
+
+pytestmark = pytest.mark.timeout(900)
+ONE, FOUR = ["1,1,1,0,none,odd"], ["4,1,1,1,full,odd", "2,2,1,0,none,odd", "1,2,2,0,none,odd"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Create student and teacher."""
+    folder = tmp_path_factory.mktemp("models")
+    make_checkpoint(folder / "tied", init="random", seed=1, heads=8, kv_heads=4, tied=True)
+    make_checkpoint(folder / "teacher", init="random", seed=2, heads=8, kv_heads=4, hidden=192, layers=8, tied=False)
+    return add_tokens(folder / "tied", folder / "odd"), folder / "teacher"
+
+
+@pytest.fixture(scope="module")
+def results(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
+    out = tmp_path_factory.mktemp("layouts")
+    for world, layouts in ((1, ONE), (4, FOUR)):
+        torchrun(world, SUPPORT / "teacher_layouts.py", *models, out, *layouts, timeout_s=400)
+    return {path.stem: torch.load(path, weights_only=True) for path in out.glob("*.pt")}
+
+
+class Truth:
+    """Divergences, the teacher's logprobs, and gradients of the student by Hugging Face's models.
+
+    Both models run in float64, one sequence at a time.
+    """
+
+    def __init__(self, student: Path, teacher: Path) -> None:
+        self.renderer = Renderer(ModelSettings(path=str(student)))
+        models = [AutoModelForImageTextToText.from_pretrained(folder).double() for folder in (student, teacher)]
+        items = make_example_items(self.renderer)
+        self.divergences: dict[str, torch.Tensor] = {}
+        self.gradients: dict[str, dict[str, torch.Tensor]] = {}
+        for name, top_k in CASES.items():
+            found, logprobs, loss = [], [], torch.tensor(0.0, dtype=torch.float64)
+            for item in items:
+                value, logprob = self.compare(models, item, name, top_k=top_k)
+                loss = loss + (item.weight * value).sum()
+                found.append(value.detach())
+                logprobs.append(logprob.detach())
+            models[0].zero_grad()
+            (loss / sum(item.denominator for item in items)).backward()
+            self.divergences[name], self.logprobs = torch.cat(found), torch.cat(logprobs)
+            self.gradients[name] = {canonical_name(key): p.grad.clone() for key, p in models[0].named_parameters() if p.grad is not None}
+
+    def compare(self, models: list, item: PackItem, name: str, *, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the divergence and the teacher's logprob of each sampled token of a sequence.
+
+        The distributions are over the ids that both models have and that may be sampled.
+        """
+        rows = [t for t in range(item.num_tokens - 1) if item.sequence.loss_mask[t + 1]]
+        logits = [compute_logits(model, self.renderer, item.sequence)[rows] / TEMPERATURE for model in models]
+        num = min(each.shape[1] for each in logits)
+        keep = torch.ones(num, dtype=torch.bool)
+        keep[[token for token in self.renderer.banned_ids if token < num]] = False
+        p, q = (each[:, :num][:, keep].log_softmax(-1).exp() for each in logits)
+        place = keep.cumsum(0) - 1
+        target = torch.tensor([item.sequence.token_ids[t + 1] for t in rows])
+        logprob = q.gather(1, place[target][:, None])[:, 0].log()
+        if top_k:
+            best = q.topk(top_k + 1, -1).values.log()
+            assert (best[:, -2] - best[:, -1]).min() > 1e-4, "rounding does not change the top tokens"
+            top = q.topk(top_k, -1).indices
+            p, q = (torch.cat([x.gather(1, top), 1 - x.gather(1, top).sum(-1, keepdim=True)], 1) for x in (p, q))
+        return FORMULAS[name](p, q), logprob
+
+
+@pytest.fixture(scope="module")
+def truth(models: tuple[Path, Path]) -> Truth:
+    return Truth(*models)
+
+
+@pytest.mark.parametrize("layout", ONE + FOUR)
+def test_logprobs_and_divergences_are_those_of_hf(layout: str, results: dict, truth: Truth) -> None:
+    """The divergences are several nats, so that their tolerance is relative."""
+    result = results[layout]
+    assert (result["logprobs"][result["mask"]] - truth.logprobs).abs().max() <= 1e-5
+    for name in CASES:
+        assert truth.divergences[name].mean() > 0.1, "the models differ"
+        assert (result[name] / truth.divergences[name] - 1).abs().max() <= 1e-5, name
+
+
+@pytest.mark.parametrize("cut", ["one", "each"])
+@pytest.mark.parametrize("layout", ONE + FOUR)
+def test_every_gradient_is_that_of_hf(layout: str, cut: str, results: dict, truth: Truth) -> None:
+    """Gradients of the student's tensors have a relative error of at most 1e-5, in one micro-batch
+    with shared prompts and in one per sequence."""
+    for name in CASES:
+        gradients = results[layout][f"{name}_gradients_{cut}"]
+        assert gradients.keys() == truth.gradients[name].keys()
+        worst = max((relative_error(gradient, truth.gradients[name][key]), key) for key, gradient in gradients.items())
+        assert worst[0] <= 1e-5, (name, worst)

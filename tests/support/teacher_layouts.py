@@ -1,0 +1,68 @@
+"""Computes divergences from a teacher in several parallel layouts. Run under torchrun by
+test_teacher.py.
+
+    teacher_layouts.py STUDENT TEACHER OUT LAYOUT ...
+
+A layout is written as in parallel_layouts.py, with the student's name as the model.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from megatron_rl.algo.divergences import DIVERGENCES
+from megatron_rl.batching.packing import pack
+from megatron_rl.config import DistillSettings
+from megatron_rl.distributed.world import connect, read_world
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.teacher import Teacher, TeacherTerm
+from megatron_rl.types import LossInputs, LossMetrics
+from tests.support.parallel_layouts import LayoutCase, compute_gradients, destroy_layout, make_example, make_policy
+
+CASES = {"reverse_kl": 0, "forward_kl": 12, "jsd": 0}
+"""Number of top tokens of each tested divergence; 0 for the whole vocabulary."""
+BETA = 0.3
+
+
+def run_layout(student: Path, teacher: Path, out: Path, text: str) -> None:
+    case = LayoutCase.parse(text)
+    layout = build_layout(case.parallel_settings(), seed=0)
+    renderer, contexts = make_example(student)
+    policy = make_policy(student, renderer, layout, case, lr=0.1, eps=1e-4)
+    whole = pack(contexts, image_token_id=renderer.image_token_id, positions=read_spec(student).rope_positions, multiple_of=case.tp)
+    result: dict[str, object] = {"mask": whole.mask_T}
+    for name, top_k in CASES.items():
+        terms = DIVERGENCES[name](DistillSettings(teacher=str(teacher), divergence=name, jsd_beta=BETA))
+        policy.teacher = Teacher(
+            str(teacher), layout, policy=policy.distribution, term=TeacherTerm(divergence=terms, top_k=top_k), dtype="float32"
+        )
+        seen: list[torch.Tensor] = []
+
+        def distill(rows: LossInputs, seen: list[torch.Tensor] = seen) -> tuple[torch.Tensor, LossMetrics]:
+            assert rows.divergence_R is not None
+            seen.append(rows.divergence_R.detach())
+            return (rows.weight_R * rows.divergence_R).sum(), LossMetrics(sums={}, maxima={})
+
+        result["logprobs"] = policy.logprobs([whole], weights="teacher")[0]
+        compute_gradients(policy, [whole] * layout.vpp, distill)  # an interleaved pipeline needs a multiple of pp micro-batches
+        result[name] = torch.cat(seen[:1]) if seen else None
+        for cut, max_tokens in (("one", 10_000), ("each", 1)):
+            batches = policy.pack(contexts, max_tokens=max_tokens)
+            policy.logprobs(batches, weights="teacher")
+            result[f"{name}_gradients_{cut}"] = compute_gradients(policy, batches, distill)
+    if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
+        torch.save(result, out / f"{text}.pt")
+    destroy_layout(policy)
+
+
+def main() -> None:
+    student, teacher, out = map(Path, sys.argv[1:4])
+    connect(read_world(), timeout_s=240)
+    for layout in sys.argv[4:]:
+        run_layout(student, teacher, out, layout)
+
+
+if __name__ == "__main__":
+    main()
