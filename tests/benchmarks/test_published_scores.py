@@ -56,7 +56,12 @@ def answers(folder: Path) -> Path:
     agrees by mathematics; 4 is undecided.
     """
     folder.mkdir()
-    said = [("1", "$5 \\mathrm{~cm}$", False), ("2", "The answer is 12.", True), ("3", "0.5", True), ("4", "I cannot see the picture", False)]
+    said = [
+        ("1", "$5 \\mathrm{~cm}$", False),
+        ("2", "The answer is 12.", True),
+        ("3", "0.5", True),
+        ("4", "I cannot see the picture", False),
+    ]
     lines = [json.dumps({"id": key, "model": "m", "response": reply, "model_answer": "", "correct": right}) for key, reply, right in said]
     (folder / "Some-Model.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "Some-Model_result.json").write_text(json.dumps({"-all": "2/4=50.0%"}))
