@@ -204,6 +204,7 @@ class ColumnSettings:
 
 BENCHMARKS = (
     "vstar", "hrbench", "mathverse", "mathvista", "vsi_bench", "tir_bench", "visualprobe", "mathvision", "wemath", "dynamath", "vlmblind",
+    "puzzlevqa", "logicvista",
 )  # fmt: skip
 """Names of the benchmarks in data/benchmarks/catalog.py."""
 
@@ -229,8 +230,8 @@ class DataSettings:
     """Maximum number of examples in an evaluation, taken from the start of the data; 0 uses all."""
     benchmark: str = ""
     """Published benchmark to which the files in task.data.eval belong: vstar, hrbench, mathverse,
-    mathvista, vsi_bench, tir_bench, visualprobe, mathvision, wemath, dynamath or vlmblind. The
-    benchmark determines format, scoring and report (docs/evaluation.md)."""
+    mathvista, vsi_bench, tir_bench, visualprobe, mathvision, wemath, dynamath, vlmblind, puzzlevqa
+    or logicvista. The benchmark determines format, scoring and report (docs/evaluation.md)."""
     shuffle_options: int = 0
     """Random seed for shuffling a benchmark's answer options; 0 keeps the published order."""
     allow_grounding_tokens: bool = False

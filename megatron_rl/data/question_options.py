@@ -4,7 +4,13 @@ import re
 from collections.abc import Sequence
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_CAPITALS = re.compile(r"(?:^|(?<=[\s(;,]))\(?([A-Z])[.:)\u3001]\s*(?=\S)|(?<=[^A-Za-z])\(([A-Z])\)\s*(?=\S)", re.MULTILINE)
+_CAPITALS = re.compile(
+    r"(?:^|(?<=[\s(;,]))\(?([A-Z])[.:)\u3001]\s*(?=\S)|(?<=[^A-Za-z])\(([A-Z])\)\s*(?=\S)|(?<=\([A-Z]\)\s)\(([A-Z])\)\s*\Z", re.MULTILINE
+)
+"""Matches capital letters used as option labels.
+
+The last of several labels without texts, as in `(A) (B) (C)`, may be at the end of the question.
+"""
 _SMALL = r"(?<![A-Za-z\d)\]])\(({0})\)\s*(?=[^\s,;:?!)\].]|\.\d)|(?:^|(?<=[\s;,]))({0})\)\s+(?=\S)|^[ \t]*({0})[.\u3001]\s+(?=\S)"
 """Matches lowercase letters and numbers used as option labels.
 
@@ -26,7 +32,8 @@ def find_options(question: str) -> dict[str, str]:
     Labels start at A or 1 and have no gaps. Recognized forms with capital letters are `A. red`,
     `(A) red`, `A) red` and `A: red`. Recognized forms with lowercase letters and numbers are
     `(a) red` and `a) red`, and on a separate line `a. red`. An option ends at the next label
-    or at the end of its line. The result is empty if fewer than two options are listed.
+    or at the end of its line. If the options are part of an image, their texts are empty, as in
+    `(A) (B) (C)`. The result is empty if fewer than two options are listed.
     """
     question = question.translate(_FULL_WIDTH)
     return next((options for mark, labels in _MARKS if (options := _find_listed(question, mark, labels))), {})

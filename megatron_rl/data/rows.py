@@ -33,7 +33,7 @@ from megatron_rl.data.decimal_forms import WrittenNumber, with_decimal_forms
 from megatron_rl.data.features import Features, media_types, name_labels, parse_features, repeated_name
 from megatron_rl.data.file_formats import check_format
 from megatron_rl.data.images import shorten
-from megatron_rl.data.keyed_rows import find_row_spans, is_keyed_json
+from megatron_rl.data.keyed_rows import find_row_spans, key_prefix
 from megatron_rl.data.list_rows import list_spans
 from megatron_rl.data.tables import SEPARATORS, TableRows, UnreadableFile, file_fingerprint
 
@@ -74,10 +74,10 @@ class JsonRows(Sequence[JsonRow]):
     """Rows of a JSON file.
 
     The file is a list of objects or has one object per line. A .json file may also contain one row
-    as an object on several lines, or one object that maps numeric keys to rows. A numeric key
-    becomes the `id` of a row without an `id`. The file is opened for each row, so that instances
-    can be pickled and shared by threads. If the file has changed, reading a row raises ValueError,
-    because the stored row positions are no longer valid.
+    as an object on several lines, or one object that maps numbered keys to rows (keyed_rows.py). A
+    key becomes the `id` of a row without an `id`. The file is opened for each row, so that
+    instances can be pickled and shared by threads. If the file has changed, reading a row raises
+    ValueError, because the stored row positions are no longer valid.
     """
 
     features: Mapping[str, str] = {}
@@ -88,8 +88,9 @@ class JsonRows(Sequence[JsonRow]):
         self._ends = array("q")
         self._starts = array("q")
         self._keys = array("q")
-        if is_keyed_json(path):
-            for key, start, end in find_row_spans(path, max_row_bytes=MAX_ROW_BYTES):
+        self._prefix = key_prefix(path)
+        if self._prefix is not None:
+            for key, start, end in find_row_spans(path, self._prefix, max_row_bytes=MAX_ROW_BYTES):
                 self._keys.append(key)
                 self._starts.append(start)
                 self._ends.append(end)
@@ -120,7 +121,7 @@ class JsonRows(Sequence[JsonRow]):
             raise ValueError(f"{self.path.name} row {index}: is not valid JSON ({error})") from error
         if not isinstance(row, dict):
             raise ValueError(f"{self.path.name} row {index}: must be a JSON object, not {type(row).__name__}")
-        return {"id": str(self._keys[index]), **row} if self._keys else row
+        return {"id": f"{self._prefix}{self._keys[index]}", **row} if self._keys else row
 
 
 class ParquetRows(Sequence[JsonRow]):

@@ -72,32 +72,65 @@ class AccuracyReward:
         answer = self.read_answer(self.get_reply(reward_input))
         if answer is None or any(holds(reward_input) for holds in make_answer_vetoes(self.read_answer, self.get_reply).values()):
             return 0.0
-        truth = strip_box(str(reward_input.payload["answer"]).strip())
         if self.judge is not None and self.judge.always_ask and answer.strip():
-            return await self._ask_judge(self.judge, reward_input, truth, answer)
-        by = reward_input.payload.get("official")
-        if isinstance(by, Mapping) and (credit := score_by_benchmark(truth, answer, by)) is not None:
-            return credit
-        truth, answer = extract_answer(truth), extract_answer(answer)
-        question = str(reward_input.payload["question"])
-        if get_data_source(reward_input).endswith(NUMERIC_SOURCES):
-            return mean_relative_accuracy(truth, answer, question=question)
-        verdict = compare_by_rules(truth, answer, question=question)
-        if verdict is None and await self.math_verifier.is_equal(truth, answer):
-            verdict = True
-        if verdict is None and answer.strip() and self.judge is not None:
-            return await self._ask_judge(self.judge, reward_input, truth, answer)
-        return float(verdict is True)
+            return await self._ask_judge(self.judge, reward_input, _reference(reward_input.payload), answer)
+        found = await score_by_rules(reward_input.payload, answer, self.math_verifier)
+        answer = extract_answer(answer)
+        if not found.is_final and answer.strip() and self.judge is not None:
+            return await self._ask_judge(self.judge, reward_input, extract_answer(_reference(reward_input.payload)), answer)
+        return found.credit or 0.0
 
     async def _ask_judge(self, judge: Judge, reward_input: RewardInput, truth: str, answer: str) -> float:
-        prompt = load_judge_prompt("answer_equivalence", examples=find_example_family(get_data_source(reward_input)))
+        prompt = load_judge_prompt("answer_equivalence", examples=find_example_family(get_data_source(reward_input.payload)))
         fields = {"question": str(reward_input.payload["question"]), "reference": truth, "answer": answer}
         return await judge.score_rollout(reward_input.rollout, prompt, fields=fields)
 
 
-def get_data_source(reward_input: RewardInput) -> str:
+@dataclass(slots=True, frozen=True)
+class RuleScore:
+    """Score of an answer by the rules."""
+
+    credit: float | None
+    """Score from 0 to 1, or None if the rules leave the answer undecided."""
+    is_final: bool
+    """False if a judge, where there is one, decides instead.
+
+    This is the case for undecided answers, and for answers that differ from the truth only
+    according to math-verify.
+    """
+
+
+async def score_by_rules(payload: Mapping[str, object], answer: str, math_verifier: MathVerifier) -> RuleScore:
+    """Score an answer by the rules alone, without vetoes and judge.
+
+    Args:
+        payload: Payload of the question (data/questions.py).
+        answer: Answer extracted from the reply.
+        math_verifier: Compares answers that the other rules leave undecided.
+
+    Raises:
+        InfraError: The math verifier failed.
+    """
+    truth, by = _reference(payload), payload.get("official")
+    if isinstance(by, Mapping) and (credit := score_by_benchmark(truth, answer, by)) is not None:
+        return RuleScore(credit, is_final=True)
+    truth, answer, question = extract_answer(truth), extract_answer(answer), str(payload["question"])
+    if get_data_source(payload).endswith(NUMERIC_SOURCES):
+        return RuleScore(mean_relative_accuracy(truth, answer, question=question), is_final=True)
+    verdict = compare_by_rules(truth, answer, question=question)
+    if verdict is not None:
+        return RuleScore(float(verdict), is_final=True)
+    is_equal = await math_verifier.is_equal(truth, answer)
+    return RuleScore(None if is_equal is None else float(is_equal), is_final=is_equal is True)
+
+
+def get_data_source(payload: Mapping[str, object]) -> str:
     """Return the data source of the example, case-folded."""
-    return str(reward_input.payload["data_source"]).casefold()
+    return str(payload["data_source"]).casefold()
+
+
+def _reference(payload: Mapping[str, object]) -> str:
+    return strip_box(str(payload["answer"]).strip())
 
 
 def find_example_family(source: str) -> str:

@@ -25,6 +25,7 @@ from megatron_rl.rewards.answer_values import (
     read_numbers,
     read_pair,
 )
+from megatron_rl.rewards.multiple_choice import read_choice_set
 
 ScoringRule = Callable[[str, str, Mapping[str, object]], float | None]
 """Maps (truth, answer, benchmark item) to a score in [0, 1], or None if undecided."""
@@ -34,6 +35,10 @@ VSI_ERRORS = tuple(float(error) for error in 1 - np.linspace(0.5, 0.95, 10))
 floating point, `1 - 0.8` is 0.19999999999999996, so an error of 0.2 exceeds the limit.
 """
 _WHOLE = re.compile(r"[-+]?\d+", re.ASCII)
+_POSITION = re.compile(r"\(?\d{1,2}\)?\.?", re.ASCII)
+_DIGIT = re.compile(r"\d")
+_LETTER = re.compile(r"[A-Z]")
+_LETTERS_ONLY = re.compile(r"[A-Z](?:,\s*[A-Z])*")
 _IN_BRACKETS = re.compile(r"\(([a-zA-Z])\)")
 
 
@@ -64,13 +69,32 @@ def score_letter(truth: str, answer: str, item: Mapping[str, object]) -> float |
 def score_mathvision(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
     """Score an answer by its letter or by the text of the right option.
 
-    The text of the right option is accepted even if it is also the letter of another option
-    (MATH-V, evaluate.py).
+    The text of the right option is accepted even if it is also the letter of another option. The
+    position of an option (`2` for B) does not select it (MATH-V, evaluate.py).
     """
     options = _options(item)
     if truth in [*LETTERS[: len(options)]] and same_text(options[LETTERS.index(truth)], answer):
         return 1.0
-    return score_letter(truth, answer, item)
+    found = score_letter(truth, answer, item)
+    return 0.0 if found is None and options and _is_position(answer, options) else found
+
+
+def score_logicvista(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
+    """Score an answer that names the letters of all right options and no others.
+
+    Letters of either case and the text of an option are accepted, but not the position of an
+    option. An answer that is one letter is wrong if this letter is not the truth, even if no option
+    has it (LogicVista, extract_accuracy.py). Return None if the truth has no letter, or the answer
+    names no option.
+    """
+    letters = dict(zip(LETTERS, _choices(item), strict=False))
+    if not _LETTERS_ONLY.fullmatch(truth):
+        return None
+    wanted, one = frozenset(_LETTER.findall(truth)), read_bare_letter(answer) or find_option(answer, _choices(item))
+    given = frozenset(one.upper()) if one is not None else read_choice_set(answer, letters)
+    if given is None:
+        return 0.0 if item.get("choices") and _is_position(answer, _choices(item)) else None
+    return float(given == wanted)
 
 
 def score_mathvista(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
@@ -166,6 +190,8 @@ SCORING_RULES: Mapping[str, ScoringRule] = {
     "tir_bench": score_tir_bench,
     "dynamath": score_dynamath,
     "vlmblind": score_vlmblind,
+    "puzzlevqa": score_letter,
+    "logicvista": score_logicvista,
 }
 """Maps each benchmark to its scoring rule. MathVerse and VisualProbe have no rule, because a judge
 scores them.
@@ -236,6 +262,11 @@ def _contains(answer: str, truth: str) -> bool:
     before = r"(?<![\w-])(?<!-\s)(?<!\d[.,:/])" if is_label or truth[0].isdigit() else ""
     after = r"(?!\w|[.,:/]\d)" if truth[-1].isdigit() or truth[-1].isupper() else ""
     return re.search(before + re.escape(truth) + after, answer) is not None
+
+
+def _is_position(answer: str, options: Sequence[str]) -> bool:
+    """Return True for a small number that is not part of an option's text."""
+    return _POSITION.fullmatch(answer.strip()) is not None and not any(map(_DIGIT.search, options))
 
 
 def _options(item: Mapping[str, object]) -> Sequence[str]:

@@ -56,8 +56,9 @@ def read_choice(text: str) -> str | None:
 def read_choice_set(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
     """Return the letters in a text such as `A, C`, `(A) and (C)` or `A C`.
 
-    Return None for any other text. If `options` is not empty, lower-case letters (`a, c`) and
-    adjacent letters (`AC`) are also accepted; adjacent letters must all be option letters.
+    Return None for any other text, and for a text that repeats a letter (`A, A`). If `options` is
+    not empty, lower-case letters (`a, c`) and adjacent letters (`AC`) are also accepted; adjacent
+    letters must all be option letters.
     """
     text = normalize_text(text) if len(text) <= MAX_CHOICE_CHARS else ""
     text = text.removesuffix(".").removeprefix("\\{").removesuffix("\\}").strip("{}[] ")
@@ -67,9 +68,8 @@ def read_choice_set(text: str, options: Mapping[str, str]) -> frozenset[str] | N
     if text.startswith("(") and text.endswith(")") and "(" not in text[1:]:
         text = text[1:-1]
     found = [_ONE_OF_SEVERAL.fullmatch(part) for part in (_BETWEEN_OF_OPTIONS if options else _BETWEEN).split(text)]
-    if len(found) < 2 or None in found:
-        return None
-    return frozenset(next(letter for letter in each.groups() if letter).upper() for each in found if each)
+    letters = [next(letter for letter in each.groups() if letter).upper() for each in found if each]
+    return frozenset(letters) if len(found) == len(letters) == len(set(letters)) > 1 else None
 
 
 def same_choice(truth: str, answer: str, *, options: Mapping[str, str] | None = None) -> bool | None:

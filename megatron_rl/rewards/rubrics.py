@@ -88,7 +88,7 @@ def deepeyes_terms(accuracy: RewardFn) -> dict[str, RewardTerm]:
 
     def for_maths(reward: RewardFn, *, wanted: bool = True) -> RewardFn:
         async def routed(outcome: RewardInput) -> float | None:
-            return await reward(outcome) if get_data_source(outcome).startswith(MATHS_SOURCES) == wanted else 0.0
+            return await reward(outcome) if get_data_source(outcome.payload).startswith(MATHS_SOURCES) == wanted else 0.0
 
         return routed
 
@@ -113,7 +113,7 @@ class ToolUseJudgeReward:
 
     async def __call__(self, reward_input: RewardInput) -> float:
         """Return the verdict, or 0 for a search or counting question if no code was executed."""
-        source = get_data_source(reward_input)
+        source = get_data_source(reward_input.payload)
         kind = "search" if source.startswith(SEARCH_SOURCES) else "counting" if source.startswith(COUNTING_SOURCES) else "calculation"
         if kind != "calculation" and not await count_executed_code(reward_input):
             return 0.0  # search and counting require executed code, so no judge is needed here

@@ -24,4 +24,18 @@ MUTANTS = (
         "statistics.fmean(reward >= 0 for reward in rewards)",
         "tests/benchmarks/test_benchmarks.py -k agent_frameworks_table",
     ),
+    Mutant(
+        "an undecided answer counts as decided",
+        "benchmarks/published_scores.py",
+        "if credit is not None:",
+        "if credit is not False:",
+        "tests/benchmarks/test_published_scores.py -k hand_made",
+    ),
+    Mutant(
+        "a row with an unknown verdict of DynaMath is read",
+        "benchmarks/published_files.py",
+        "if unknown or len(verdicts) < NUM_VARIANTS",
+        "if len(verdicts) < NUM_VARIANTS",
+        "tests/benchmarks/test_published_scores.py -k one_line_each",
+    ),
 )

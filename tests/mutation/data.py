@@ -647,4 +647,32 @@ MUTANTS = (
         "_only_thinks(reply)",
         "tests/data/test_data_transcripts.py -k only_thinks",
     ),
+    Mutant(
+        "the id of a row loses the prefix of its key",
+        "megatron_rl/data/rows.py",
+        'f"{self._prefix}{self._keys[index]}"',
+        'f"{self._keys[index]}"',
+        "tests/data/benchmarks/test_puzzle_readers.py -k one_row",
+    ),
+    Mutant(
+        "one row with numbered columns is read as several rows",
+        "megatron_rl/data/keyed_rows.py",
+        'or start[begin] != "{":',
+        'or start[begin] == "[":',
+        "tests/data/benchmarks/test_puzzle_readers.py -k one_row",
+    ),
+    Mutant(
+        "the first option of PuzzleVQA is the right one",
+        "megatron_rl/data/benchmarks/puzzle_readers.py",
+        "answer=LETTERS[options.index(answer)]",
+        "answer=LETTERS[0]",
+        "tests/data/benchmarks/test_puzzle_readers.py -k puzzlevqa",
+    ),
+    Mutant(
+        "the last option without a text is the text of the option before it",
+        "megatron_rl/data/question_options.py",
+        "|(?<=\\([A-Z]\\)\\s)\\(([A-Z])\\)\\s*\\Z",
+        "",
+        "tests/rewards/test_answer_forms.py -k options_are_read_from",
+    ),
 )

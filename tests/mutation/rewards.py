@@ -405,8 +405,8 @@ MUTANTS = (
     Mutant(
         "a reply keeps its lead-in",
         "megatron_rl/rewards/accuracy.py",
-        "truth, answer = extract_answer(truth), extract_answer(answer)",
-        "truth = extract_answer(truth)",
+        "truth, answer, question = extract_answer(truth), extract_answer(answer), str(",
+        "truth, question = extract_answer(truth), str(",
         "tests/rewards/test_answer_values.py -k lead-ins",
     ),
     Mutant(
@@ -548,5 +548,33 @@ MUTANTS = (
         "secret=self._api_key, token_file=self.settings.token_file)",
         'secret=self._api_key, token_file="")',
         "tests/rewards/test_judge.py -k of_a_file",
+    ),
+    Mutant(
+        "more letters than the right ones are right in LogicVista",
+        "megatron_rl/rewards/benchmark_rules.py",
+        "    return float(given == wanted)\n",
+        "    return float(given >= wanted)\n",
+        "tests/data/benchmarks/test_official.py -k logicvista",
+    ),
+    Mutant(
+        "the position of an option is right in MathVision",
+        "megatron_rl/rewards/benchmark_rules.py",
+        "return 0.0 if found is None and options and _is_position(answer, options) else found",
+        "return found",
+        "tests/data/benchmarks/test_official.py -k position",
+    ),
+    Mutant(
+        "a repeated letter is the letter",
+        "megatron_rl/rewards/multiple_choice.py",
+        "len(found) == len(letters) == len(set(letters)) > 1",
+        "len(found) == len(letters) > 1",
+        "tests/rewards/test_answer_kinds.py -k options_of_numbers",
+    ),
+    Mutant(
+        "mathematics that differ are not asked about",
+        "megatron_rl/rewards/accuracy.py",
+        "is_final=is_equal is True)",
+        "is_final=is_equal is not None)",
+        "tests/rewards/test_rule_scores.py",
     ),
 )

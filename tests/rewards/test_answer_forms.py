@@ -199,6 +199,7 @@ def test_options_are_read_from_the_question() -> None:
     assert find_options(OPTIONS) == {"A": "red", "B": "green car", "C": "blue"}
     assert find_options("Pick (A) x, (B) y or (C) z") == {"A": "x", "B": "y", "C": "z"}
     assert find_options("Did A. Smith meet J. Doe?") == find_options("A: only one") == find_options("") == {}
+    assert find_options("Which figure? (A) (B) (C) (D) ") == dict.fromkeys("ABCD", "") and find_options("Add (A) and (B)") == {}
     assert find_options("A. B\nB. C\nC. A")["B"] == "C" and same_choice("B", "B", options=find_options("A. B\nB. C")) is True
     assert same_choice("B", "(B)", options={"A": "B", "B": "C"}) is True and same_choice("B", "(A)", options={"A": "B", "B": "C"}) is False
     assert same_choice("B", "2", options={"A": "1", "B": "3"}) is None, "a number may be an option's text"

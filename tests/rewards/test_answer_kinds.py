@@ -175,6 +175,7 @@ OPTIONS_DIFFERENT = [
         ("(2) dog", "(2) cat", NUMBERED),
     ],
     *[("1", "3", VALUES), ("3", "1", VALUES), ("1", "2", VALUES), ("2", "cow", LISTED)],
+    *[("B", "B, B, B", CAPITALS), ("B", "(B) and (B)", CAPITALS), ("A, B", "A, B, B", CAPITALS), ("B", "B B", "")],
 ]
 
 

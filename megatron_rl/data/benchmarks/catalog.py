@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import DataSettings
-from megatron_rl.data.benchmarks import readers
+from megatron_rl.data.benchmarks import puzzle_readers, readers
 from megatron_rl.data.benchmarks.benchmark_scores import (
     HeadlineMetric,
     ItemScore,
@@ -60,6 +60,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         readers.read_dynamath, labels=("subject", "level", "type"), extra_metrics=lambda scored: {"worst_case": worst_case_accuracy(scored)}
     ),
     "vlmblind": Benchmark(readers.read_vlmblind, mean_over_label("task"), ("task",)),
+    "puzzlevqa": Benchmark(puzzle_readers.read_puzzlevqa, mean_over_label("puzzle"), ("puzzle",)),
+    "logicvista": Benchmark(puzzle_readers.read_logicvista, labels=("skill", "capability")),
 }
 
 

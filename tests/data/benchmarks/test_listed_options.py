@@ -73,7 +73,17 @@ ABOUT |= {
     "key": "2steps_1",
     "ID": "2",
 }
-ABOUT |= {"problem": "Which?", "image_1": "x.png", "qid": "1", "level": "1", "dataset": "d", "scene_name": "s"}
+ABOUT |= {
+    "imagename": "x.png",
+    "skill": ["spatial"],
+    "broad_capability": ["diagram"],
+    "problem": "Which?",
+    "image_1": "x.png",
+    "qid": "1",
+    "level": "1",
+    "dataset": "d",
+    "scene_name": "s",
+}
 WORDS = ["red", "light blue", "5 cm", "-3"]
 SHIFTED = ["B", "C", "D", "E"]
 TIR_ROWS = [("symbolic", "ABD"), ("math", "-12"), ("math", "0.5"), ("spot_difference", "1, 3"), ("spot_difference", "4"), ("ocr", "mobi")]
@@ -116,6 +126,8 @@ def rows_of(benchmark: str) -> list[dict]:
         "dynamath": [{**row, "answer_type": "multiple choice"} for row in in_words]
         + [{"answer_type": kind, "answer": answer} for kind, answer in DYNAMATH_ROWS],
         "vlmblind": [{"groundtruth": truth, "prompt": "?"} for truth in ("4", "5,6", "Yes", "e")],
+        "puzzlevqa": [{"options": words, "answer": word} for words in (WORDS, SHIFTED) for word in words],
+        "logicvista": in_words + [{"question": "Which two (A-D)?", "answer": answer} for answer in ("A, C", "G", "3")],
     }[benchmark]  # fmt: skip
 
 

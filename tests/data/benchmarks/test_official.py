@@ -38,13 +38,43 @@ def credit(benchmark: str, truth: str, answer: str, **by: object) -> float | Non
     [("B", 1), ("(B)", 1), ("B.", 1), ("B. light blue", 1), ("Light Blue", 1), ("A", 0), ("red", 0), ("C) green", 0), ("D", 0),
      ("it is light blue", None), ("", None), ("blue", None)],
 )  # fmt: skip
-@pytest.mark.parametrize("benchmark", ["vstar", "hrbench", "mathvision", "wemath", "vsi_bench"])
+@pytest.mark.parametrize("benchmark", ["vstar", "hrbench", "mathvision", "wemath", "vsi_bench", "puzzlevqa"])
 def test_letters(benchmark: str, answer: str, right: float | None) -> None:
     assert credit(benchmark, "B", answer, options=COLORS) == right
 
 
 def test_a_truth_that_is_no_letter_is_left_to_the_general_rules() -> None:
     assert credit("mathvision", "12", "12") is None and credit("mathverse", "B", "B") is None and credit("visualprobe", "x", "x") is None
+
+
+def test_the_position_of_an_option_is_no_answer_of_mathvision() -> None:
+    """MATH-V compares an answer with the letter and the text of the right option only. Where options
+    are numbers, a number may be the text of an option, so the general rules decide.
+    """
+    labels = ("A", "B", "C", "D", "E")
+    assert [credit("mathvision", "B", answer, options=labels) for answer in ("2", "(2)", "02.", "2nd", "2.5")] == [0, 0, 0, None, None]
+    assert credit("mathvision", "B", "2", options=("4 cm", "2 cm")) is None and credit("mathvision", "2", "2") is None
+    assert credit("vstar", "B", "2", options=labels) is None, "the general rules accept a position"
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "right"),
+    [("C", "C", 1), ("C", "(c)", 1), ("C", "c", 1), ("C", "d", 0), ("C", "C. blue", 1), ("C", "T", 0), ("C", "t", 0), ("C", "#", None),
+     ("C", "A, C", 0), ("C", "C, C", None), ("C", "blue", None), ("C", "the third one", None), ("C", "", None),
+     ("C", "3", None), ("C", "3 cm", None),
+     ("A, C", "A, C", 1), ("A, C", "c and a", 1), ("A, C", "AC", 1), ("A, C", "A", 0), ("A, C", "A, B, C", 0), ("A,C", "(A) (C)", 1),
+     ("3", "3", None), ("I, II", "I", None)],
+)  # fmt: skip
+def test_logicvista(truth: str, answer: str, right: float | None) -> None:
+    """LogicVista's options are in the picture. Its script compares sorted lists of letters."""
+    assert credit("logicvista", truth, answer, choices=()) == right
+
+
+def test_logicvista_reads_the_text_of_a_listed_option() -> None:
+    found = [credit("logicvista", "B", answer, choices=("True", "False", "")) for answer in ("false", "B) False", "True", "D", "d")]
+    assert found == [1, 1, 0, 0, 0]
+    assert [credit("logicvista", "B", answer, choices=("True", "False", "")) for answer in ("2", "(3)", "2 of them")] == [0, 0, None]
+    assert credit("logicvista", "B", "2", choices=("1 cm", "2 cm")) is None, "the general rules compare the numbers"
 
 
 @pytest.mark.parametrize(
