@@ -138,7 +138,7 @@ MUTANTS = (
     ),
     Mutant(
         "a call with arguments that are no JSON is read",
-        "megatron_rl/tasks/agent/tool_calls.py",
+        "megatron_rl/data/tool_calls.py",
         "json.loads(text, parse_constant=_refuse_constant)",
         "json.loads(text)",
         "tests/tasks/test_agent_tools.py -k malformed_call",
