@@ -65,7 +65,7 @@ class AgentProcess:
 
     @classmethod
     async def start(cls, command: Sequence[str], *, folder: Path, environment: Mapping[str, str]) -> "AgentProcess":
-        """Start the agent in a folder of its own, which is removed when it is stopped.
+        """Start the agent in a folder of its own, which is removed even if the run dies.
 
         `environment` is added to the run's own environment. The agent inherits neither torchrun's
         variables nor the user's keys.
@@ -76,7 +76,7 @@ class AgentProcess:
         with ExitStack() as undo:
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", supervisor.__file__, *command, cwd=folder, env={**inherited, **environment},
+                sys.executable, "-I", supervisor.__file__, "--remove", str(folder), *command, cwd=folder, env={**inherited, **environment},
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
             undo.pop_all()
@@ -108,7 +108,7 @@ class AgentProcess:
                 self._process.kill()
         for reader in self._readers:
             reader.cancel()
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)  # if the supervisor could not
 
     async def _read(self, name: str, stream: asyncio.StreamReader) -> None:
         while chunk := await stream.read(_CHUNK_BYTES):
