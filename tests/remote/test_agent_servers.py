@@ -103,7 +103,9 @@ def test_every_token_has_the_version_that_sampled_it(
     overrides = agent_overrides(questions, random_model, folder, folder / "metrics.jsonl")
     train(1, *overrides, *STALE, *(servers if mode == "server" else ()))
     renderer = Renderer(ModelSettings(path=str(random_model), **PIXEL_LIMITS))
-    models = [AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32) for path in versions_of(folder, random_model, tmp_path)]
+    models = [
+        AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32) for path in versions_of(folder, random_model, tmp_path)
+    ]
     spans = 0
     for step in range(NUM_STEPS):
         rollouts = list(read_rollouts(step_path(folder / "rollouts", step), with_images=True))
