@@ -179,6 +179,20 @@ MUTANTS = (
         "tests/tasks/test_agent_task.py -k removed_after_a_killed_run",
     ),
     Mutant(
+        "an MCP server at a URL may send any number of bytes",
+        "megatron_rl/tasks/visual_python/mcp_http.py",
+        "            if num_bytes > self._max_bytes:",
+        "            if num_bytes < 0:",
+        "tests/tasks/test_mcp_http.py -k above_the_limit",
+    ),
+    Mutant(
+        "a compressed response of an MCP server is decoded",
+        "megatron_rl/tasks/visual_python/mcp_http.py",
+        '    response.headers.pop("content-encoding", None)\n',
+        "",
+        "tests/tasks/test_mcp_http.py -k compressed",
+    ),
+    Mutant(
         "an agent is left running",
         "megatron_rl/tasks/agent/agent_process.py",
         "        self._process.stdin.close()",
