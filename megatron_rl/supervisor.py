@@ -1,17 +1,19 @@
 """Runs a command, and terminates its whole process tree when this script's stdin closes.
 
-usage: supervisor.py [--pipe FD] COMMAND ...
+usage: supervisor.py [--remove FOLDER] [--pipe FD] COMMAND ...
 
 Standard input is a pipe from the parent process. The kernel closes the pipe when the parent dies,
 even if the parent is killed. With --pipe, the inherited file descriptor FD is that pipe, and the
 command reads the supervisor's standard input. The supervisor also adopts and kills descendants that
-the command leaves behind (prctl(2), PR_SET_CHILD_SUBREAPER). The exit code of the supervisor is the
-command's exit code. This script imports nothing from this project.
+the command leaves behind (prctl(2), PR_SET_CHILD_SUBREAPER). With --remove, it then removes a
+folder, even if the parent was killed. The exit code of the supervisor is the command's exit code.
+This script imports nothing from this project.
 """
 
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,7 +41,9 @@ _libc = ctypes.CDLL(None)
 
 def supervise(command: list[str]) -> int:
     """Run a command until it exits or the pipe of the parent closes; return its exit code."""
-    pipe, stdin = sys.stdin.fileno(), subprocess.DEVNULL
+    pipe, stdin, folder = sys.stdin.fileno(), subprocess.DEVNULL, ""
+    if command[0] == "--remove":
+        folder, command = command[1], command[2:]
     if command[0] == "--pipe":
         pipe, stdin, command = int(command[1]), None, command[2:]
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -55,6 +59,8 @@ def supervise(command: list[str]) -> int:
     service.kill()
     code = service.wait()
     _kill_descendants()
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
     return code if code >= 0 else 128 - code
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import resource
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl_sandbox import kernel, landlock, mounts, seccomp
@@ -50,6 +50,10 @@ class Confinement:
     """Bytes of address space mapped by the zygote at the time it forks the box."""
     cores: frozenset[int]
     """Cores on which the box's processes may run if the layer `watchdog` is enabled."""
+    readable: Sequence[str] = ()
+    """Paths of the host that the box can read in addition to the system paths."""
+    has_sockets: bool = False
+    """True to allow TCP and UDP sockets, which reach only the box's own network namespace."""
 
 
 def box_uid(zygote: int, slot: int) -> int:
@@ -88,8 +92,11 @@ def write_id_maps(proc: int, *, inside: int, outside_uid: int, outside_gid: int)
             os.close(descriptor)
 
 
-def enter_zygote_layers(layers: Layers, *, proc: int) -> None:
-    """Enter the layers of the zygote. Raises OSError if the host does not permit a layer."""
+def enter_zygote_layers(layers: Layers, *, proc: int, readable: Sequence[str] = ()) -> None:
+    """Enter the layers of the zygote. Raises OSError if the host does not permit a layer.
+
+    `readable` has the same meaning as in `mounts.build_root`.
+    """
     if layers.user_ns:
         uid, gid = os.geteuid(), os.getegid()
         kernel.unshare(kernel.CLONE_NEWUSER)
@@ -98,7 +105,7 @@ def enter_zygote_layers(layers: Layers, *, proc: int) -> None:
         kernel.unshare(kernel.CLONE_NEWNS)
     if layers.read_only_root:
         assert layers.mount_ns, "read_only_root without mount_ns would replace the host's root"
-        mounts.build_root()
+        mounts.build_root(readable)
 
 
 def enter_box_namespaces(layers: Layers, *, proc: int) -> None:
@@ -159,10 +166,12 @@ def drop_privileges(confinement: Confinement) -> None:
         kernel.drop_capabilities()
     if layers.landlock:
         landlock.restrict_paths(
-            readable=[*mounts.system_paths(), *mounts.DEVICES], writable=[confinement.directory, *mounts.WRITABLE_DEVICES]
+            readable=[*mounts.system_paths(confinement.readable), *mounts.DEVICES],
+            writable=[confinement.directory, *mounts.WRITABLE_DEVICES],
+            restricts_tcp=not confinement.has_sockets,
         )
     if layers.seccomp:
-        seccomp.install_filter(shared_memory=layers.cgroup)
+        seccomp.install_filter(shared_memory=layers.cgroup, has_sockets=confinement.has_sockets)
 
 
 def set_rlimits(limits: BoxLimits, *, base_data_bytes: int, base_address_bytes: int | None) -> None:

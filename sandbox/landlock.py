@@ -42,20 +42,20 @@ def read_abi_version() -> int:
     return kernel.syscall(CREATE_RULESET, 0, 0, VERSION_FLAG, name="landlock_create_ruleset")
 
 
-def restrict_paths(*, readable: Sequence[str], writable: Sequence[str]) -> None:
+def restrict_paths(*, readable: Sequence[str], writable: Sequence[str], restricts_tcp: bool = True) -> None:
     """Restrict the files that this process and its children can access.
 
     Below the `readable` paths, the processes can read and execute files. Below the `writable`
     paths, the processes have all access rights except creating device files and using ioctl(2) on
-    devices. If the kernel supports it, the rules also deny TCP, signals to outside processes, and
-    connections to abstract Unix sockets of outside processes. The process must have no_new_privs or
-    CAP_SYS_ADMIN. Paths that do not exist are skipped.
+    devices. If the kernel supports it, the rules also deny TCP (unless `restricts_tcp` is False),
+    signals to outside processes, and connections to abstract Unix sockets of outside processes. The
+    process must have no_new_privs or CAP_SYS_ADMIN. Paths that do not exist are skipped.
     """
     version = read_abi_version()
     handled = 0
     for since, rights in RIGHTS_BY_ABI.items():
         handled |= rights if version >= since else 0
-    ruleset = _Ruleset(files=handled, net=TCP_RIGHTS if version >= 4 else 0, scoped=SCOPE_FLAGS if version >= 6 else 0)
+    ruleset = _Ruleset(files=handled, net=TCP_RIGHTS if version >= 4 and restricts_tcp else 0, scoped=SCOPE_FLAGS if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     rules = kernel.syscall(CREATE_RULESET, ctypes.byref(ruleset), size, 0, name="landlock_create_ruleset")
     try:

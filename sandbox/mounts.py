@@ -25,9 +25,13 @@ ROOT_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 STAGING_DIR = "/sys"
 
 
-def system_paths() -> list[str]:
-    """Return the resolved host paths that boxes can read and execute, without nested paths."""
+def system_paths(readable: Sequence[str] = ()) -> list[str]:
+    """Return the resolved host paths that boxes can read and execute, without nested paths.
+
+    `readable` contains paths in addition to those that every box needs.
+    """
     wanted = [
+        *readable,
         sys.prefix,
         sys.base_prefix,
         sys.exec_prefix,
@@ -39,26 +43,27 @@ def system_paths() -> list[str]:
     return [path for path in found if not any(path.startswith(other.rstrip("/") + "/") for other in found if other != path)]
 
 
-def find_exposing_path(path: str) -> str | None:
+def find_exposing_path(path: str, readable: Sequence[str] = ()) -> str | None:
     """Return the system path through which boxes can read `path`, or None if they cannot."""
     real = os.path.realpath(path)
-    return next((shown for shown in system_paths() if f"{real}/".startswith(shown.rstrip("/") + "/")), None)
+    return next((shown for shown in system_paths(readable) if f"{real}/".startswith(shown.rstrip("/") + "/")), None)
 
 
-def build_root() -> None:
+def build_root(readable: Sequence[str] = ()) -> None:
     """Replace the root of this mount namespace permanently.
 
+    `readable` contains paths of the host that the new root shows in addition to the system paths.
     Never call this function in the host's own mount namespace.
     """
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
-    sources = system_paths()
+    sources = system_paths(readable)
     kernel.mount("tmpfs", STAGING_DIR, kind="tmpfs", flags=kernel.MS_NOSUID, data="size=1m,mode=755")
     for path in sources:
         bind_mount(path, STAGING_DIR + path)
         kernel.harden_mount(STAGING_DIR + path, kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV)
     for path in DEVICES:
         bind_mount(path, STAGING_DIR + path)
-    for path in {*ROOT_FOLDERS, *ETC_PATHS, sys.prefix, sys.base_prefix}:
+    for path in {*ROOT_FOLDERS, *ETC_PATHS, sys.prefix, sys.base_prefix, *readable}:
         if os.path.exists(path) and os.path.realpath(path) != path and not os.path.lexists(STAGING_DIR + path):
             os.makedirs(os.path.dirname(STAGING_DIR + path), mode=0o755, exist_ok=True)
             os.symlink(os.path.realpath(path), STAGING_DIR + path)

@@ -74,6 +74,15 @@ KILLED_CALLS = {
     "move_mount": 429, "fsopen": 430, "fsmount": 432, "pidfd_getfd": 438, "mount_setattr": 442,
 }  # fmt: skip
 
+SOCKET_CALLS = {"connect": 42, "accept": 43, "bind": 49, "listen": 50, "getsockopt": 55, "accept4": 288}
+"""Further calls that are allowed with sockets."""
+SOCKET, SETSOCKOPT = 41, 54
+SOCKET_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+"""Families of allowed sockets. Unix sockets would reach servers of the host that listen in a folder
+which the box can read.
+"""
+SOCKET_FILTERS = (26, 50, 51, 52)  # SO_ATTACH_FILTER, SO_ATTACH_BPF, SO_ATTACH_REUSEPORT_CBPF and _EBPF
+
 CLONE, CLONE3, SOCKETPAIR, PRCTL, IOCTL = 56, 435, 53, 157, 16
 FCNTL, FLOCK, GETSOCKOPT = 72, 73, 55
 SETRLIMIT, PRLIMIT64, SIGQUEUE, PIDFD_SIGNAL = 160, 302, 129, 424
@@ -208,10 +217,11 @@ def _file_lock_rules() -> list[Instruction]:
     ]
 
 
-def build_filter(*, shared_memory: bool) -> list[Instruction]:
+def build_filter(*, shared_memory: bool, has_sockets: bool = False) -> list[Instruction]:
     """Return the BPF program of the filter.
 
-    If `shared_memory` is False, the filter refuses shared anonymous memory.
+    If `shared_memory` is False, the filter refuses shared anonymous memory. If `has_sockets` is
+    True, it allows the calls in SOCKET_CALLS, and sockets of the families in SOCKET_FAMILIES.
     """
     code: list[Instruction] = [
         (LOAD_WORD, 0, 0, ARCHITECTURE_OFFSET),
@@ -223,6 +233,11 @@ def build_filter(*, shared_memory: bool) -> list[Instruction]:
     ]
     if not shared_memory:
         code += _mmap_rule()
+    if has_sockets:
+        for number in SOCKET_CALLS.values():
+            code += [(JUMP_EQUAL, 0, 1, number), _return_value(ALLOW)]
+        code += _allow_if_among(SOCKET, index=0, values=SOCKET_FAMILIES)
+        code += _deny_if_among(SETSOCKOPT, index=2, values=SOCKET_FILTERS)
     for verdict, numbers in ((ALLOW, ALLOWED_CALLS), (KILL_PROCESS, KILLED_CALLS)):
         for number in numbers.values():
             code += [(JUMP_EQUAL, 0, 1, number), _return_value(verdict)]
@@ -236,17 +251,17 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
-def install_filter(*, shared_memory: bool) -> None:
+def install_filter(*, shared_memory: bool, has_sockets: bool = False) -> None:
     """Install the filter permanently on this thread and its descendants.
 
-    The process must have set no_new_privs.
+    The arguments are those of `build_filter`. The process must have set no_new_privs.
 
     Raises:
         OSError: The kernel refuses the filter, or this machine is not x86-64.
     """
     if os.uname().machine != "x86_64":
         raise OSError(ENOSYS, f"the system call table is for x86-64, but this machine is {os.uname().machine}")
-    code = build_filter(shared_memory=shared_memory)
+    code = build_filter(shared_memory=shared_memory, has_sockets=has_sockets)
     packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
     wanted = _Program(length=len(code), instructions=packed)
     kernel.syscall(SYS_SECCOMP, SECCOMP_SET_MODE_FILTER, 0, ctypes.byref(wanted), name="seccomp")

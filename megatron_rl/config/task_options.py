@@ -7,6 +7,7 @@ and their libraries.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.checks import require, require_choice, require_url
@@ -287,6 +288,14 @@ class AgentOptions:
     """Settings of requests that are ignored and counted instead of rejected, e.g.
     [response_format]. The policy does not follow them.
     """
+    sandbox: bool = False
+    """True to run the command in the sandbox: it sees its folder, the paths in sandbox_paths, the
+    system's programs and this run's Python environment, and reaches only the run's endpoint.
+    """
+    sandbox_paths: list[str] = field(default_factory=list)
+    """Files and folders that the command needs in the sandbox, e.g. [/home/me/my_agent.py]. They
+    are read-only. Every user of the machine must be able to read them if the run has root rights.
+    """
     train_abandoned: bool = True
     """True to train on abandoned responses as well. Of several responses to the same messages,
     those are abandoned that the agent did not continue although it continued another one.
@@ -296,6 +305,16 @@ class AgentOptions:
         require(self.processes >= 1, "task.options.processes", self.processes, "must be at least 1")
         if self.url:
             require_url("task.options.url", self.url, path="/PATH")
+        remedy = "isolates a command; remove it, or set task.options.command"
+        require(not (self.sandbox and self.url), "task.options.sandbox", self.sandbox, remedy)
+        remedy = "with task.options.sandbox=true, the run listens on 127.0.0.1; remove this setting"
+        require(not self.sandbox or self.host == "127.0.0.1", "task.options.host", self.host, remedy)
+        remedy = "has an effect only with task.options.sandbox=true"
+        require(self.sandbox or not self.sandbox_paths, "task.options.sandbox_paths", self.sandbox_paths, remedy)
+        for path in self.sandbox_paths:
+            require(
+                Path(path).is_absolute() and Path(path).exists(), "task.options.sandbox_paths", path, "is not an existing absolute path"
+            )
 
 
 @dataclass

@@ -10,8 +10,8 @@ Supported formats:
 - prompt and completion (TRL), each with a list of messages; responses in the prompt are not trained
   on.
 
-In every format, a column `system` (or system_prompt) becomes the first message, and images are in
-one of IMAGE_COLUMNS.
+In every format, a column `system` (or system_prompt) becomes the first message, a column `tools`
+contains the tools that the policy may call, and images are in one of IMAGE_COLUMNS.
 """
 
 import re
@@ -23,9 +23,10 @@ from megatron_rl.data.images import StoredImage
 from megatron_rl.data.literals import parse_text_list
 from megatron_rl.data.media import find_media, find_media_by_name
 from megatron_rl.data.records import DataRecord
-from megatron_rl.data.transcript_messages import LOSS_FLAGS, TOOL_CALL_REMEDY, RawMessage, is_empty, read_messages
+from megatron_rl.data.transcript_messages import LOSS_FLAGS, RawMessage, is_empty, read_messages
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
+TOOLS_COLUMN = "tools"
 FORMS: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "conversations": ("conversations",),
@@ -37,12 +38,11 @@ FORMS: Mapping[str, tuple[str, ...]] = {
 """Maps the column that contains the response to train on to all required columns of the format."""
 OPTIONAL = {"output": ("input", "history"), "response": ("history",)}
 """Maps a format to the optional columns that are read in addition."""
-_TOOLS = f"are not read; {TOOL_CALL_REMEDY}, describe the tools in the system message, and remove this column"
 _PREFERENCE = (
     "is preference data, but a warm start trains on one response; write the preferred response into messages, and remove this column"
 )
 REFUSED_COLUMNS = {
-    **dict.fromkeys(("tools", "functions"), _TOOLS),
+    "functions": "are not read; write them into the column tools, in OpenAI's format, and remove this column",
     **dict.fromkeys(
         ("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images", "positive_messages", "negative_messages"),
         _PREFERENCE,
@@ -115,7 +115,7 @@ def find_unread_columns(record: DataRecord, *, form: str, images: str) -> dict[s
         form: name of the column that contains the response to train on.
         images: name of the image column, or "" if there is none.
     """
-    read = {*FORMS[form], *OPTIONAL.get(form, ()), *SYSTEM_COLUMNS, *LOSS_FLAGS, images}
+    read = {*FORMS[form], *OPTIONAL.get(form, ()), *SYSTEM_COLUMNS, TOOLS_COLUMN, *LOSS_FLAGS, images}
     if record.row.keys() == EXPORT_COLUMNS:
         return {}
     unread = {name: value for name, value in record.row.items() if name not in read}
@@ -160,7 +160,7 @@ def _check_columns(record: DataRecord, read: set[str]) -> None:
     for column in ("label", "kto_tag"):
         if row.get(column, "") in (0, 1):
             raise record.make_error(column, "marks a response as good or bad; keep only rows with good responses, and remove this column")
-    rest = {column: value for column, value in row.items() if column not in {*read, *SYSTEM_COLUMNS} and not is_empty(value)}
+    rest = {column: value for column, value in row.items() if column not in {*read, *SYSTEM_COLUMNS, TOOLS_COLUMN} and not is_empty(value)}
     shown = {column for column in rest if _holds_pictures(record, column)}
     for column in rest.keys() - shown:
         media = find_media(rest[column], record, column) or find_media_by_name(column, rest[column])

@@ -177,6 +177,9 @@ class TranscriptSurvey:
 
 
 def _only_thinks(reply: Message) -> bool:
-    """Return True if a response consists of `<think>` blocks, of which the last may be unclosed."""
+    """Return True if a response consists of `<think>` blocks, of which the last may be unclosed.
+
+    A response with tool calls does not.
+    """
     text = "".join(str(part["text"]) for part in reply["content"] if part["type"] == "text")
-    return "<think>" in text and not _THOUGHTS.sub("", text).strip()
+    return "<think>" in text and "tool_calls" not in reply and not _THOUGHTS.sub("", text).strip()

@@ -1,11 +1,11 @@
 """Conversations for supervised fine-tuning before RL, from JSON lines, JSON lists or Parquet.
 
 The columns of a row are read in transcript_forms.py, the keys of a message in
-transcript_messages.py, and the contents of a message in transcript_parts.py. After an optional
-system message, user (or tool) and assistant messages alternate, and the last message comes from the
-assistant. A response is masked if its message has a key in LOSS_FLAGS, such as loss, with the value
-0 or false. All other responses are trained on. Tool calls must be written in the assistant's text;
-the keys `tools` and `tool_calls` are rejected.
+transcript_messages.py, tools and tool calls in transcript_tools.py, and the contents of a message
+in transcript_parts.py. After an optional system message, user (or tool) and assistant messages
+alternate, and the last message comes from the assistant. A response is masked if its message has a
+key in LOSS_FLAGS, such as loss, with the value 0 or false. All other responses are trained on,
+including their tool calls.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,11 @@ import numpy as np
 
 from megatron_rl.config import ColumnSettings, DataSettings, require
 from megatron_rl.data.records import DataRecord, RecordFiles
-from megatron_rl.data.transcript_forms import find_unread_columns, read_conversation, read_images
-from megatron_rl.data.transcript_messages import check_turns
-from megatron_rl.data.transcript_parts import read_parts
+from megatron_rl.data.transcript_forms import TOOLS_COLUMN, find_unread_columns, read_conversation, read_images
+from megatron_rl.data.transcript_messages import RawMessage, check_calls, check_turns, is_empty
+from megatron_rl.data.transcript_parts import ContentPart, read_parts
 from megatron_rl.data.transcript_survey import CheckLength, ParsedTranscript, TranscriptSurvey
+from megatron_rl.data.transcript_tools import read_tools
 from megatron_rl.data.unread_names import UnreadColumns
 from megatron_rl.errors import InfraError
 from megatron_rl.types import Demonstration, Message
@@ -182,23 +183,31 @@ def read_transcript(record: DataRecord) -> ParsedTranscript:
     """
     column, given = read_conversation(record)
     check_turns(record, given, column=column)
+    given_tools = record.row.get(TOOLS_COLUMN, "")
+    tools = [] if is_empty(given_tools) else read_tools(record, given_tools, TOOLS_COLUMN)
+    check_calls(record, given, tools=[tool["function"]["name"] for tool in tools])
     image_column, images = read_images(record)
     contents = read_parts(record, given, images, column=image_column)
     for message, parts in zip(given, contents, strict=True):
         text = "".join(str(part["text"]) for part in parts if part["type"] == "text")
         has_words = any(character.isprintable() and not character.isspace() for character in text)
-        if message.role == "assistant" and message.is_learned and not has_words:
+        if message.role == "assistant" and message.is_learned and not has_words and not message.calls:
             raise record.make_error(message.location, "the assistant message is empty and would be trained on; add text or remove the row")
         if message.role == "user" and not has_words and all(part["type"] == "text" for part in parts):
             raise record.make_error(message.location, "the user message has neither text nor images; add text or remove the row")
-    messages: list[Message] = [
-        {"role": message.role, "content": parts} | ({} if message.is_learned or message.role != "assistant" else {"loss": False})
-        for message, parts in zip(given, contents, strict=True)
-    ]
+    messages = [_make_message(message, parts) for message, parts in zip(given, contents, strict=True)]
+    if tools:
+        messages[0] = {**messages[0], "tools": tools}
     shows = any(part["type"] == "image" for parts in contents for part in parts)
     pictured_by = (image_column or column) if shows else ""
     unread = find_unread_columns(record, form=column, images=image_column)
     return ParsedTranscript(messages, unread_values=unread, columns=record.columns, image_column=pictured_by)
+
+
+def _make_message(message: RawMessage, parts: Sequence[ContentPart]) -> Message:
+    calls = {"tool_calls": [call.to_message() for call in message.calls]} if message.calls else {}
+    flag = {} if message.is_learned or message.role != "assistant" else {"loss": False}
+    return {"role": message.role, "content": list(parts), **calls, **flag}
 
 
 def _decode_images(message: Message) -> Message:

@@ -12,6 +12,7 @@ import torch
 from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
 from megatron_rl.algo.distill import check_distill
 from megatron_rl.config import CriticSettings, EngineSettings, Settings, require
+from megatron_rl.config.task_options import AgentOptions
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
@@ -20,6 +21,7 @@ from megatron_rl.policy.parallel import check_layout, require_divisible, sizes_c
 from megatron_rl.registry import Plugins, has_critic
 from megatron_rl.rollout.task import Task
 from megatron_rl.weights.formats.open_checkpoint import check_tokenizer
+from megatron_rl_sandbox.mounts import find_exposing_path
 
 
 def check_settings(settings: Settings, world_size: int, plugins: Plugins = Plugins()) -> None:
@@ -36,8 +38,18 @@ def check_settings(settings: Settings, world_size: int, plugins: Plugins = Plugi
         require(num_token_ids <= num_rows, "critic.path", settings.critic.path, remedy)
     if settings.distill.teacher:
         check_same_tokens(Path(settings.distill.teacher), path, key="distill.teacher")
+    check_sandbox_paths(settings)
     device, has_cuda = settings.engine.device, torch.cuda.is_available()
     require(device != "cuda" or has_cuda, "engine.device", device, "this machine has no usable GPU; use engine.device=auto")
+
+
+def check_sandbox_paths(settings: Settings) -> None:
+    """Raise ValueError if an agent in the sandbox could read the run directory."""
+    options = settings.task.options
+    if isinstance(options, AgentOptions) and options.sandbox:
+        shown = find_exposing_path(settings.run.dir, options.sandbox_paths)
+        remedy = f"is below {shown}, which the agent can read; choose another folder, or other task.options.sandbox_paths"
+        require(shown is None, "run.dir", settings.run.dir, remedy)
 
 
 def check_examples(task: Task, splits: tuple[str, ...]) -> None:

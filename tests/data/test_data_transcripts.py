@@ -135,15 +135,8 @@ def replied(**reply: object) -> dict:
     return {"messages": [{"role": "user", "content": "x"}, {"role": "assistant"} | reply]}
 
 
-CALL = {"id": "1", "type": "function", "function": {"name": "crop", "arguments": "{}"}}
 GPT = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
 BAD = {
-    "a call": (
-        replied(content="", tool_calls=[CALL]),
-        r"messages\[1\].tool_calls: is not read; write tool calls into the assistant's content, .* remove this key",
-    ),
-    "a call and words": (replied(content="I crop.", tool_calls=[CALL]), r"messages\[1\].tool_calls: is not read"),
-    "an old call": (replied(content="", function_call=CALL["function"]), r"messages\[1\].function_call: is not read"),
     "silence": (replied(content="", tool_calls=[]), r"messages\[1\]: the assistant message is empty .* add text or remove the row"),
     "blank": (replied(content=[text(" \n")]), r"messages\[1\]: the assistant message is empty and would"),
     "no parts": (replied(content=[]), r"messages\[1\]: the assistant message is empty and would"),
@@ -160,11 +153,7 @@ BAD = {
         "system: the system message is also given elsewhere; keep only one",
     ),
     "a system of parts": (turns("user", "assistant") | {"system": ["s"]}, "system: must be text, not list"),
-    "tools": (
-        {"conversations": GPT, "tools": '[{"name": "crop"}]'},
-        "tools: are not read; write tool calls into the assistant's content, .* remove this column",
-    ),
-    "tools of OpenAI": (turns("user", "assistant") | {"tools": [CALL]}, "tools: are not read"),
+    "tools of LLaMA-Factory": ({"conversations": GPT, "tools": '[{"name": "crop"}]'}, r"tools\[0\].type: Field required; write a list of"),
     "a long role": (turns("user", "x" * 1000), r"messages\[1\].role: role 'x{37}\.\.\.x{38}' is not one of"),
     "no messages": ({"text": "x"}, r"messages: is missing; a transcript must have messages, .*; this row has text$"),
     "both": (turns("user", "assistant") | {"conversations": []}, r"messages and conversations: each contain a conversation; keep one"),

@@ -1,60 +1,48 @@
 """A run with agents in processes of their own, a real engine and real updates, on two ranks."""
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
-from PIL import Image as pil
 
-from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.rollout_store import read_rollouts, step_path
-from megatron_rl.types import Rollout, Status
-from tests.conftest import ROOT, SUPPORT
-from tests.support import fork_server
-
-AGENT = SUPPORT / "agents" / "vowel_agent.py"
+from megatron_rl.types import Rollout
+from tests.support.agent_runs import (
+    NUM_EPISODES,
+    NUM_STEPS,
+    agent_overrides,
+    check_equal_runs,
+    check_logprobs,
+    kill_with_agents,
+    rollouts_of,
+    train,
+    write_questions,
+)
 
 
 @pytest.fixture(scope="module")
-def run(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train for three steps with an engine on each of two ranks."""
-    home = tmp_path_factory.mktemp("agents")
-    for number, color in enumerate(("green", "yellow", "white")):
-        pil.new("RGB", (56, 56), color).save(home / f"{number}.png")
-    rows = [{"question": f"<image>number {number}?", "answer": "x", "images": [f"{number}.png"]} for number in range(3)]
-    (home / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    overrides = (
-        "task=agent", f"task.options.command=[{sys.executable},{AGENT}]", "task.reward=reported", f"task.data.train=[{home}/q.jsonl]",
-        f"task.data.eval=[{home}/q.jsonl]", "task.max_turns=8", "task.max_new_tokens=12", "model.min_pixels=3136", "model.max_pixels=4000",
-        "engine.kv_cache_mib=16", "engine.max_model_len=512", "batch.prompts_per_step=2", "batch.group_size=4", "optim.lr=1e-3",
-        "run.steps=3", "run.eval_every=0", "rollouts.save=all", f"model.path={random_model}", f"run.dir={home / 'run'}",
-    )  # fmt: skip
-    result = fork_server.run_world(2, ROOT / "launch" / "train.py", *overrides, timeout_s=280)
-    assert result.returncode == 0, result.stdout[-6000:]
-    return home / "run"
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_questions(tmp_path_factory.mktemp("questions"))
 
 
-def rollouts(run: Path) -> list[Rollout]:
-    return [each for step in range(3) for each in read_rollouts(step_path(run / "rollouts", step), with_images=False)]
+@pytest.fixture(scope="module")
+def run(random_model: Path, questions: Path) -> Path:
+    """Train for three steps with an engine on each of two ranks. No checkpoint is written."""
+    folder = questions.parent / "run"
+    train(2, *agent_overrides(questions, random_model, folder), "checkpoint.save_last=false")
+    assert not (folder / "checkpoints").exists()
+    return folder
 
 
 def test_engine_and_trainer_agree_on_every_sampled_token(run: Path) -> None:
-    """Engine and trainer logprobs differ by at most 1e-4, in branches and with images, at every
-    step, and every step changes the policy."""
-    steps = read_metrics(run / "metrics.jsonl")[:-1]
-    assert len(steps) == 3
-    for step in steps:
-        assert step["rollout_mismatch/logprob_abs_diff_max"] <= 1e-4
-        assert step["grad_norm"] > 0
+    """In branches and with images, at every step."""
+    check_logprobs(run)
 
 
 def test_sessions_are_trees(run: Path) -> None:
     """Turns 0 and 1 share a sequence; turn 2 branches after turn 0; turn 3 has a new prompt."""
-    found = rollouts(run)
-    assert len(found) == 24
+    found = [each for step in range(NUM_STEPS) for each in rollouts_of(run, step)]
+    assert len(found) == NUM_STEPS * NUM_EPISODES
     for rollout in found:
-        assert rollout.status is Status.COMPLETED and rollout.reason == "1 continued, 1 branched, 1 new prompts"
+        assert rollout.reason == "1 continued, 1 branched, 1 new prompts"
         assert [turn.sequence for turn in rollout.turns] == [0, 0, 1, 2]
         first, branch, _ = rollout.sequences
         stop = rollout.turns[0].token_span[1]
@@ -67,8 +55,8 @@ def test_sessions_are_trees(run: Path) -> None:
 def test_every_branch_has_the_advantage_of_its_episode(run: Path) -> None:
     """All sampled tokens of an episode have one advantage, with the sign of reward minus mean."""
     by_group: dict[tuple[int, int], list[Rollout]] = {}
-    for step in range(3):
-        for each in read_rollouts(step_path(run / "rollouts", step), with_images=False):
+    for step in range(NUM_STEPS):
+        for each in rollouts_of(run, step):
             by_group.setdefault((step, each.group), []).append(each)
     for members in by_group.values():
         rewards = [each.reward for each in members]
@@ -82,3 +70,17 @@ def test_every_branch_has_the_advantage_of_its_episode(run: Path) -> None:
             }
             assert len(values) == 1
             assert max(rewards) == min(rewards) or (values.pop() > 0) == (each.reward > mean)
+
+
+def test_a_killed_run_equals_one_that_was_not(run: Path, random_model: Path, questions: Path, tmp_path: Path) -> None:
+    """Both ranks are killed with SIGKILL while agents of the second step are running. No process
+    and no folder of an agent is left, and the resumed run equals the one that was not killed and
+    wrote no checkpoints.
+    """
+    folder, temporary = tmp_path / "run", tmp_path / "tmp"
+    temporary.mkdir()
+    overrides = (*agent_overrides(questions, random_model, folder), "checkpoint.every=1", "checkpoint.background=false")
+    kill_with_agents(2, *overrides, after=folder / "checkpoints" / "step_00000001", temporary=temporary)
+    assert not (folder / "checkpoints" / "step_00000003").exists()
+    assert f"resume: {folder}/checkpoints/step_0000000" in train(2, *overrides)
+    check_equal_runs(folder, run)

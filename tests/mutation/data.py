@@ -636,8 +636,8 @@ MUTANTS = (
     Mutant(
         "a reply that only thinks is learned without a word",
         "megatron_rl/data/transcript_survey.py",
-        'return "<think>" in text and not',
-        'return "<thinks>" in text and not',
+        'return "<think>" in text and',
+        'return "<thinks>" in text and',
         "tests/data/test_data_transcripts.py -k only_thinks",
     ),
     Mutant(
@@ -674,5 +674,40 @@ MUTANTS = (
         "|(?<=\\([A-Z]\\)\\s)\\(([A-Z])\\)\\s*\\Z",
         "",
         "tests/rewards/test_answer_forms.py -k options_are_read_from",
+    ),
+    Mutant(
+        "the tools of a transcript are no part of its prompt",
+        "megatron_rl/data/transcripts.py",
+        'messages[0] = {**messages[0], "tools": tools}',
+        "messages[0] = {**messages[0]}",
+        "tests/data/test_transcript_tools.py -k are_those_of",
+    ),
+    Mutant(
+        "the tool calls of a transcript are not learned",
+        "megatron_rl/data/transcripts.py",
+        "for call in message.calls]} if message.calls else {}",
+        "for call in message.calls]} if not message.calls else {}",
+        "tests/data/test_transcript_tools.py -k are_those_of",
+    ),
+    Mutant(
+        "results of tool calls may be in another order",
+        "megatron_rl/data/transcript_messages.py",
+        "if given and call_id and given != call_id:",
+        "if given and call_id and given not in message.call_ids:",
+        "tests/data/test_transcript_tools.py -k results",
+    ),
+    Mutant(
+        "a transcript may call tools that its row lacks",
+        "megatron_rl/data/transcript_messages.py",
+        "if tools and call.name not in tools), None)",
+        "if False), None)",
+        "tests/data/test_transcript_tools.py -k does_not_exist",
+    ),
+    Mutant(
+        "special tokens in the tools of a transcript are tokens",
+        "megatron_rl/data/transcript_tools.py",
+        "    _check_texts(record, tools, name)\n",
+        "",
+        "tests/data/test_transcript_tools.py -k special_token",
     ),
 )

@@ -357,7 +357,7 @@ def test_what_boxes_would_read_is_told(sound: list[str], tmp_path: Path, monkeyp
     sandbox can read, such as a project below /usr in a container. That code could read the answers.
     """
     monkeypatch.setattr(megatron_rl_sandbox.host_report, "make_report", lambda **_: ("a in use b\n", True))
-    monkeypatch.setattr(megatron_rl_sandbox.mounts, "system_paths", lambda: [str(tmp_path)])
+    monkeypatch.setattr(megatron_rl_sandbox.mounts, "system_paths", lambda readable=(): [str(tmp_path)])
     questions = tmp_path / "questions.json"
     questions.write_text("[]")
     settings = settings_of(
@@ -367,7 +367,7 @@ def test_what_boxes_would_read_is_told(sound: list[str], tmp_path: Path, monkeyp
     check_sandbox(settings, report)
     below = f"is below {tmp_path}, which code in every box can read: move it"
     assert report.warnings == [f"run.dir ({tmp_path}/run) {below}", f"task.data.train[0] ({questions}) {below}"]
-    monkeypatch.setattr(megatron_rl_sandbox.mounts, "system_paths", lambda: ["/usr"])
+    monkeypatch.setattr(megatron_rl_sandbox.mounts, "system_paths", lambda readable=(): ["/usr"])
     check_sandbox(settings, clear := CheckReport())
     assert clear.warnings == []
 

@@ -95,7 +95,7 @@ def test_libraries_live_without_them(room: PoolRunner):
 @pytest.mark.parametrize(("path", "shown"), [("/usr/src/app", "/usr"), ("/usr", "/usr"), ("/usrlocal", None), ("/home/me/run", None)])
 def test_which_paths_boxes_read(monkeypatch: pytest.MonkeyPatch, path: str, shown: str | None):
     """`find_exposing_path` returns the system path that makes a path readable in boxes, or None."""
-    monkeypatch.setattr(mounts, "system_paths", lambda: ["/opt/python", "/usr"])
+    monkeypatch.setattr(mounts, "system_paths", lambda readable=(): ["/opt/python", "/usr"])
     assert mounts.find_exposing_path(path) == shown
 
 
@@ -103,7 +103,7 @@ def test_a_link_hides_nothing_from_that(tmp_path: Path, monkeypatch: pytest.Monk
     """`find_exposing_path` resolves links."""
     (tmp_path / "system").mkdir()
     (tmp_path / "project").symlink_to(tmp_path / "system")
-    monkeypatch.setattr(mounts, "system_paths", lambda: [str(tmp_path / "system")])
+    monkeypatch.setattr(mounts, "system_paths", lambda readable=(): [str(tmp_path / "system")])
     assert mounts.find_exposing_path(str(tmp_path / "project" / "run")) == str(tmp_path / "system")
 
 

@@ -87,14 +87,20 @@ def run_script(script: str | Path, *arguments: object, timeout_s: float, cwd: Pa
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
+def start_world(num_ranks: int, script: str | Path, *arguments: object, environment: Mapping[str, str] | None = None) -> list[Process]:
+    """Start as many processes as torchrun would start, with its environment variables."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    given = {**place, **(environment or {})}
+    return [Process(script, *arguments, environment={**given, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(num_ranks)]
+
+
 def run_world(num_ranks: int, script: str | Path, *arguments: object, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run as many processes as torchrun would start, with its environment variables.
+    """Run the processes of `start_world` until they have exited.
 
     The first rank that fails ends the others, and its exit code becomes the world's. Raises
     TimeoutExpired.
     """
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    ranks = [Process(script, *arguments, environment={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(num_ranks)]
+    ranks = start_world(num_ranks, script, *arguments)
     deadline = time.monotonic() + timeout_s
     try:
         left = {rank.sentinel: rank for rank in ranks}

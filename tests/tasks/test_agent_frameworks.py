@@ -92,13 +92,31 @@ def test_recorded_requests_are_the_sequences_of_the_transcripts(agent: str, rend
     received = json.loads(rollout.turns[-1].tool_call.text)
     assert without_ids(received) == without_ids(messages)
     assert engine.stops == [("Observation:", "Calling tools:") if agent == "smolagents" else ()] * len(messages)
+    check_transcripts(json.loads((RECORDED / f"{agent}.json").read_text())["transcripts"], rollout, renderer, tmp_path)
+    assert len(rollout.sequences) == NUM_SEQUENCES[agent]
+
+
+@pytest.mark.parametrize("agent", ["openai_agents", "verifiers"])
+def test_the_last_request_and_its_response_are_a_transcript(agent: str, renderer: Renderer, tmp_path: Path) -> None:
+    """Messages, tools and tool calls as they were sent, in one row, are trained on exactly as the
+    rollout's tokens and loss."""
+    rollout, *_ = replay(agent, renderer, tmp_path)
+    line = (tmp_path / "requests.jsonl").read_text().splitlines()[-1]
+    response = json.loads((RECORDED / f"{agent}.json").read_text())["calls"][-1]["response"]["choices"][0]["message"]
+    request = json.loads(line)
+    row = {"messages": [*request["messages"], response], "tools": request.get("tools", [])}
+    assert ("tool_calls" in response) == bool(row["tools"]) == (agent == "openai_agents")
+    check_transcripts([row], rollout, renderer, tmp_path)
+
+
+def check_transcripts(rows: list[dict[str, Any]], rollout: Rollout, renderer: Renderer, tmp_path: Path) -> None:
+    """Check that the sequences of a rollout equal the transcripts in these rows."""
     (tmp_path / "pictures").mkdir()
     for current, target in NUMBER_PAIRS:
         draw_state((current, target)).save(tmp_path / "pictures" / f"current{current}_target{target}.png")
-    rows = json.loads((RECORDED / f"{agent}.json").read_text())["transcripts"]
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     expected = [renderer.transcript(each) for each in load_transcripts([str(tmp_path / "t.jsonl")], images_root="")]
-    assert len(expected) == len(rollout.sequences) == NUM_SEQUENCES[agent]
+    assert len(expected) == len(rollout.sequences)
     for sequence, transcript in zip(rollout.sequences, expected, strict=True):
         assert (sequence.token_ids, sequence.loss_mask) == (transcript.token_ids, transcript.loss_mask)
         assert [image.key for image in sequence.images] == [image.key for image in transcript.images]

@@ -8,9 +8,9 @@ import random
 import pytest
 from PIL import Image as pil
 
+from megatron_rl.data.tool_calls import ParsedResponse
 from megatron_rl.tasks.agent.chat_request import MAX_IMAGES, RequestError, parse_request
 from megatron_rl.tasks.agent.session import Continuation, SessionTree
-from megatron_rl.tasks.agent.tool_calls import ParsedResponse
 
 
 def data_url(color: str, *, file_format: str = "PNG", size: tuple[int, int] = (8, 8)) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -11,6 +12,7 @@ import psutil
 import pytest
 from PIL import Image as pil
 
+from megatron_rl import supervisor
 from megatron_rl.config import ModelSettings, TaskSettings
 from megatron_rl.config.rollout import DataSettings, JudgeSettings
 from megatron_rl.config.task_options import AgentOptions
@@ -129,6 +131,18 @@ def test_a_failing_agent_fails_its_episode(renderer: Renderer, tmp_path: Path, m
     rollout, _ = play(tmp_path, renderer, mode)
     assert (rollout.status, rollout.stop_reason, rollout.reward) == (Status.FAILED, stop, None)
     assert re.search(reason, rollout.reason), rollout.reason
+
+
+def test_the_folder_of_an_agent_is_removed_after_a_killed_run(tmp_path: Path) -> None:
+    """The kernel closes the pipe of a killed run, as this test does."""
+    folder = tmp_path / "agent_x"
+    (folder / "below").mkdir(parents=True)
+    command = [sys.executable, "-I", supervisor.__file__, "--remove", str(folder), "sleep", "600"]
+    with subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE) as started:
+        assert started.stdin is not None and folder.exists()
+        started.stdin.close()
+        started.wait(30)
+    assert not folder.exists() and tmp_path.exists()
 
 
 def test_nothing_of_an_agent_that_hangs_is_left(renderer: Renderer, tmp_path: Path) -> None:

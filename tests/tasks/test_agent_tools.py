@@ -15,11 +15,11 @@ from PIL import Image as pil
 from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
 
 from megatron_rl.config import ModelSettings
+from megatron_rl.data.tool_calls import FunctionCall, ParsedResponse, parse_response
 from megatron_rl.rollout.chat_template import ChatTemplate
 from megatron_rl.rollout.processor import load_processor
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.agent.chat_request import make_response_message
-from megatron_rl.tasks.agent.tool_calls import FunctionCall, ParsedResponse, parse_response
 from megatron_rl.tasks.visual_python.deepeyes import write_tool_call, write_tools_prompt
 from megatron_rl.types import Status, StopReason
 from tests.support.agent_episodes import as_text, play

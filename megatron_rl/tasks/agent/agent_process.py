@@ -51,6 +51,11 @@ class Agent(Protocol):
         ...
 
 
+def inherited_environment() -> dict[str, str]:
+    """Return the run's environment without torchrun's variables and the user's keys."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_PREFIXES) and name not in USER_KEY_VARIABLES}
+
+
 class AgentProcess:
     """Agent that runs under a supervisor (supervisor.py)."""
 
@@ -64,19 +69,21 @@ class AgentProcess:
         ]
 
     @classmethod
-    async def start(cls, command: Sequence[str], *, folder: Path, environment: Mapping[str, str]) -> "AgentProcess":
-        """Start the agent in a folder of its own, which is removed when it is stopped.
+    async def start(
+        cls, command: Sequence[str], started: Sequence[str], *, folder: Path, environment: Mapping[str, str]
+    ) -> "AgentProcess":  # fmt: skip
+        """Start the agent in a folder of its own, which is removed even if the run dies.
 
-        `environment` is added to the run's own environment. The agent inherits neither torchrun's
-        variables nor the user's keys.
+        Args:
+            command: Command of the agent, for error messages.
+            started: Command that is started; it may run `command` in the sandbox.
+            folder: Working directory.
+            environment: All environment variables.
         """
-        inherited = {
-            name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_PREFIXES) and name not in USER_KEY_VARIABLES
-        }
         with ExitStack() as undo:
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", supervisor.__file__, *command, cwd=folder, env={**inherited, **environment},
+                sys.executable, "-I", supervisor.__file__, "--remove", str(folder), *started, cwd=folder, env=environment,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
             undo.pop_all()
@@ -108,7 +115,7 @@ class AgentProcess:
                 self._process.kill()
         for reader in self._readers:
             reader.cancel()
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)  # if the supervisor could not
 
     async def _read(self, name: str, stream: asyncio.StreamReader) -> None:
         while chunk := await stream.read(_CHUNK_BYTES):

@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_rl.data.image_bytes import decode_data_url
 from megatron_rl.data.images import StoredImage
+from megatron_rl.data.tool_calls import MAX_CALLS, MAX_TOOLS, CallInMessage, FunctionCall, ToolSchema, dump_tools, parse_calls
 from megatron_rl.errors import InfraError
 from megatron_rl.rollout.engine import ResponseSize
-from megatron_rl.tasks.agent.tool_calls import MAX_CALLS, MAX_TOOLS, CallInMessage, FunctionCall, ToolSchema, parse_calls
 from megatron_rl.types import Message
 
 MODEL = "policy"
@@ -163,8 +163,7 @@ def parse_request(body: bytes, *, ignored: Sequence[str] = ()) -> ChatRequest:
     if messages[-1]["role"] == "assistant":
         raise RequestError(f"messages[{len(messages) - 1}]: the last message is the assistant's; add a user message", param="messages")
     if asked.tools:
-        tools = [tool.model_dump(exclude_unset=True) for tool in asked.tools]
-        messages[0] = {**messages[0], "tools": tools}
+        messages[0] = {**messages[0], "tools": dump_tools(asked.tools)}
     return ChatRequest(
         messages=messages,
         keys=[message_key(message) for message in messages],

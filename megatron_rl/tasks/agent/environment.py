@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron_rl.data.tool_calls import ParsedResponse, parse_response
 from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.rollout.engine import ResponseSize
 from megatron_rl.rollout.task import Env, Step
@@ -19,7 +20,6 @@ from megatron_rl.tasks.agent.agent_process import Agent, AgentExit
 from megatron_rl.tasks.agent.chat_request import ChatRequest, ChatResponse, RequestError
 from megatron_rl.tasks.agent.launch import REWARD_KEY_VARIABLE, AgentLaunch, start_agent
 from megatron_rl.tasks.agent.session import Continuation, SessionTree
-from megatron_rl.tasks.agent.tool_calls import ParsedResponse, parse_response
 from megatron_rl.types import Example, Message, ToolCall
 
 if TYPE_CHECKING:  # imports fastapi

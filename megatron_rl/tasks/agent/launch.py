@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.data.records import IMAGE_PLACEHOLDER
-from megatron_rl.tasks.agent.agent_process import Agent, AgentProcess, AgentService
+from megatron_rl.tasks.agent.agent_process import Agent, AgentProcess, AgentService, inherited_environment
+from megatron_rl.tasks.agent.agent_sandbox import AgentSandbox
 from megatron_rl.types import Example
+from megatron_rl_sandbox.command import WORK_DIR
 
 EXAMPLE_FILE = "example.json"
 """File in the agent's folder: a JSON object with the fields id, question, system (the question's
@@ -32,6 +34,8 @@ class AgentLaunch:
     """True if the agent receives a key with which the reward is posted."""
     trains_abandoned: bool = True
     """False if abandoned responses have no loss (AgentOptions.train_abandoned)."""
+    sandbox: AgentSandbox | None = None
+    """Sandbox of the command; None if it runs with the rights of the run."""
 
 
 async def start_agent(launch: AgentLaunch, example: Example, *, base_url: str, keys: Sequence[str], seed: int) -> Agent:
@@ -48,14 +52,20 @@ async def start_agent(launch: AgentLaunch, example: Example, *, base_url: str, k
         names = dict(zip(("api_key", "reward_key"), keys, strict=False))
         question = await asyncio.to_thread(describe_example, example)
         return AgentService(launch.url, {**question, "seed": seed, "base_url": base_url, **names})
-    folder = Path(await asyncio.to_thread(write_folder, example))
+    sandbox, command = launch.sandbox, fill_command(launch.command, example)
+    folder = Path(await asyncio.to_thread(write_folder, example, shown_in=None if sandbox is None else WORK_DIR))
     variables = dict(zip(("OPENAI_API_KEY", REWARD_KEY_VARIABLE), keys, strict=False))
     environment = {"OPENAI_BASE_URL": base_url, "MEGATRON_RL_SEED": str(seed), **variables}
-    return await AgentProcess.start(fill_command(launch.command, example), folder=folder, environment=environment)
+    if sandbox is None:
+        return await AgentProcess.start(command, command, folder=folder, environment={**inherited_environment(), **environment})
+    isolated, environment = sandbox.wrap(command, environment, base_url=base_url)
+    return await AgentProcess.start(command, isolated, folder=folder, environment=environment)
 
 
-def write_folder(example: Example) -> str:
+def write_folder(example: Example, *, shown_in: str | None = None) -> str:
     """Create the folder of an agent, with the question and its images as PNG files.
+
+    `shown_in` is the path under which the agent sees the folder; None for its own path.
 
     The folder contains neither the reference answer nor the other columns of the data, which may
     reveal it.
@@ -65,7 +75,7 @@ def write_folder(example: Example) -> str:
     for number, image in enumerate(example.payload["images"]):
         path = folder / f"image_{number}.png"
         image.open().save(path)
-        paths.append(str(path))
+        paths.append(str(path if shown_in is None else Path(shown_in, path.name)))
     (folder / EXAMPLE_FILE).write_text(json.dumps({**_question(example), "images": paths}))
     return str(folder)
 

@@ -12,8 +12,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatron_rl.data.tool_calls import ParsedResponse
 from megatron_rl.tasks.agent.chat_request import make_response_message, message_key
-from megatron_rl.tasks.agent.tool_calls import ParsedResponse
 from megatron_rl.types import Message
 
 

@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_rl.config import TaskSettings, require
@@ -20,6 +21,7 @@ from megatron_rl.rewards.accuracy import AccuracyReward
 from megatron_rl.rewards.algebra import MathVerifier
 from megatron_rl.rewards.rubric import RewardInput, RewardTerm, Rubric
 from megatron_rl.rollout.task import require_options
+from megatron_rl.tasks.agent.agent_sandbox import check_paths, open_sandbox, resolve_program
 from megatron_rl.tasks.agent.environment import ExternalAgentEnv
 from megatron_rl.tasks.agent.launch import AgentLaunch
 from megatron_rl.tasks.question_task import QuestionTask
@@ -67,8 +69,17 @@ def _check_launch(options: AgentOptions) -> None:
         return
     remedy = "is empty; name the agent's program, e.g. 'task.options.command=[python,/home/me/my_agent.py]'"
     require(bool(options.command), "task.options.command", options.command, remedy)
-    program = options.command[0]
-    require(shutil.which(program) is not None, "task.options.command", program, "is not an executable program in PATH")
+    program = shutil.which(options.command[0])
+    require(program is not None, "task.options.command", options.command[0], "is not an executable program in PATH")
+
+
+def _check_sandbox(options: AgentOptions, settings: TaskSettings) -> None:
+    """Raise ValueError unless the command can run in the sandbox, without the answers."""
+    remedy = "needs a key that the command does not receive in the sandbox; use accuracy or reported"
+    require(settings.reward != "posted", "task.reward", settings.reward, remedy)
+    data = settings.data
+    program = resolve_program(shutil.which(options.command[0]) or "")
+    check_paths([program, *options.command[1:]], options.sandbox_paths, hidden=[*data.train, *data.eval, *data.demonstrations])
 
 
 class AgentTask(QuestionTask):
@@ -83,6 +94,8 @@ class AgentTask(QuestionTask):
         require(bool(settings.data.eval), "task.data.eval", settings.data.eval, "set the files that contain the held-out questions")
         self.options = require_options(settings, AgentOptions)
         _check_launch(self.options)
+        if self.options.sandbox:
+            _check_sandbox(self.options, settings)
         if settings.reward in ("reported", "posted"):
             self.judge = None
             self.rubric = Rubric(terms={settings.reward: RewardTerm(reported_reward)})
@@ -99,9 +112,17 @@ class AgentTask(QuestionTask):
         )
 
     async def start(self) -> None:
-        """Start the server, and the judge if one is configured."""
+        """Start the server, and the judge if one is configured.
+
+        Raises:
+            InfraError: The command should run in the sandbox, but this host offers none.
+        """
         from megatron_rl.tasks.agent.chat_server import ChatServer  # imports fastapi
 
+        if self.options.sandbox:
+            sandbox = await asyncio.to_thread(open_sandbox, self.options.sandbox_paths)
+            program = resolve_program(shutil.which(self.options.command[0]) or "")
+            self.launch = replace(self.launch, sandbox=sandbox, command=[program, *self.options.command[1:]])
         self.server = ChatServer(host=self.options.host, ignored=self.options.ignore)
         await self.server.start()
         await super().start()

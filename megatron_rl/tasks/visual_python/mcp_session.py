@@ -24,6 +24,7 @@ from megatron_rl.config import McpServerSettings, ToolSettings
 from megatron_rl.errors import AccessDenied, InfraError, PermanentInfraError
 from megatron_rl.supervisor import STOP_TIMEOUT_S
 from megatron_rl.tasks.visual_python.image_tools import ToolError
+from megatron_rl.tasks.visual_python.mcp_http import limit_response
 from megatron_rl.tasks.visual_python.mcp_stdio import EXIT_GRACE_S, MAX_MESSAGE_BYTES, StdioTransport
 from megatron_rl_sandbox.token import bearer_header, read_token
 
@@ -147,7 +148,7 @@ class McpSession:
         headers = {"Accept-Encoding": "identity", **token}
         read_s = max(self.settings.startup_timeout_s, self.settings.call_timeout_s) + 5  # after the timeout of the call
         timeout = httpx2.Timeout(self.settings.startup_timeout_s, read=read_s)
-        hooks = {"response": [note_denial]}
+        hooks = {"response": [note_denial, limit_response]}
         return httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks=hooks, **proxy_options([self.server.url]))
 
     async def _list(self) -> list[Mapping[str, object]]:

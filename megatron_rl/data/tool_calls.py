@@ -1,4 +1,4 @@
-r"""Tool calls in responses of the policy, and in the messages of requests.
+r"""Tool calls in responses of the policy, in the messages of requests and in transcripts.
 
 A response contains calls in the form of the chat templates of Qwen2.5 and Qwen3-VL:
 
@@ -84,6 +84,11 @@ class ParsedResponse:
     calls: tuple[FunctionCall, ...] = ()
 
 
+def dump_tools(tools: Sequence[ToolSchema]) -> list[dict[str, Any]]:
+    """Return tools in the form that chat templates render, with the keys in the order of OpenAI."""
+    return [tool.model_dump(exclude_unset=True) for tool in tools]
+
+
 def parse_response(text: str) -> ParsedResponse:
     """Split a response into the text before its first call, and its calls.
 
@@ -105,7 +110,7 @@ def parse_response(text: str) -> ParsedResponse:
 
 
 def parse_calls(calls: Sequence[CallInMessage]) -> list[FunctionCall]:
-    """Return the calls of an assistant message of a request.
+    """Return the calls of an assistant message of a request or a transcript.
 
     Raises:
         ValueError: The arguments of a call are not an object.
