@@ -1,43 +1,60 @@
-"""Agent of the end-to-end test: asks four times in two branches and a new prompt, with images, and
-reports the fraction of vowels in the responses as its reward.
+"""Agent of the end-to-end test: asks five times in two branches and two new prompts, with images
+and a tool call, and reports the fraction of vowels in the responses as its reward.
 """
 
 import base64
 import io
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
-import openai
 from PIL import Image
 
-example = json.loads(Path("example.json").read_text())
-client = openai.OpenAI(max_retries=0, timeout=300)
+SCHEMA = {"name": "look", "description": "Shows a part.", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+TOOLS = [{"type": "function", "function": SCHEMA}]
+CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"x": 3}'}}
 
 
-def image_part(color: str | None = None) -> dict:
-    """Return the question's image, encoded anew each time, or an image of one color."""
-    picture = Image.open(example["images"][0]) if color is None else Image.new("RGB", (84, 56), color)
-    encoded = io.BytesIO()
-    picture.save(encoded, "PNG", compress_level=image_part.level)
-    image_part.level = (image_part.level + 1) % 9
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"}}
+def converse(question: str, picture: Image.Image, ask: Callable[..., str]) -> str:
+    """Return the text of all responses. `ask` takes messages and `tools`, and returns a response.
+
+    The picture is encoded anew each time.
+    """
+    levels, texts = itertools.cycle(range(1, 9)), []
+
+    def image_part(image: Image.Image) -> dict:
+        encoded = io.BytesIO()
+        image.save(encoded, "PNG", compress_level=next(levels))
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"}}
+
+    def say(*messages: dict, **more: object) -> dict:
+        texts.append(ask(list(messages), **more))
+        return {"role": "assistant", "content": texts[-1]}
+
+    def first_message() -> dict:
+        return {"role": "user", "content": [image_part(picture), {"type": "text", "text": question}]}
+
+    def shown(color: str) -> dict:
+        return image_part(Image.new("RGB", (84, 56), color))
+
+    first = say(first_message())
+    say(first_message(), first, {"role": "user", "content": [shown("blue"), {"type": "text", "text": "and this?"}]})
+    say(first_message(), first, {"role": "user", "content": [{"type": "text", "text": "why?"}, shown("red")]})
+    say({"role": "user", "content": "one more word"})
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    say(first_message(), called, {"role": "tool", "tool_call_id": "call_1", "content": [shown("green")]}, tools=TOOLS)
+    return "".join(texts)
 
 
-image_part.level = 1
+if __name__ == "__main__":
+    import openai
 
+    example = json.loads(Path("example.json").read_text())
+    client = openai.OpenAI(max_retries=0, timeout=300)
 
-def say(*messages: dict) -> dict:
-    reply = client.chat.completions.create(model="policy", messages=list(messages)).choices[0].message
-    return {"role": "assistant", "content": reply.content}
+    def complete(messages: list[dict], **more: object) -> str:
+        return client.chat.completions.create(model="policy", messages=messages, **more).choices[0].message.content or ""
 
-
-def question() -> dict:
-    return {"role": "user", "content": [image_part(), {"type": "text", "text": example["question"]}]}
-
-
-first = say(question())
-second = say(question(), first, {"role": "user", "content": [image_part("blue"), {"type": "text", "text": "and this?"}]})
-third = say(question(), first, {"role": "user", "content": [{"type": "text", "text": "why?"}, image_part("red")]})
-fourth = say({"role": "user", "content": "one more word"})
-text = "".join(reply["content"] for reply in (first, second, third, fourth))
-print(json.dumps({"reward": sum(letter in "aeiou" for letter in text) / max(1, len(text))}))
+    text = converse(example["question"], Image.open(example["images"][0]), complete)
+    print(json.dumps({"reward": sum(letter in "aeiou" for letter in text) / max(1, len(text))}))
