@@ -1,4 +1,14 @@
-r"""Starts the external services of a run in a separate job; takes the arguments of launch/train.py.
+r"""Serves the model of a run as an endpoint of OpenAI's chat completions, as in task=agent.
+
+    python launch/serve.py runs/agent
+    python launch/serve.py runs/agent --checkpoint best --host 0.0.0.0 --token-file key
+
+The first argument is the run directory, its folder final/ or one of its checkpoints. The last line
+of the start is the address for OPENAI_BASE_URL. Ctrl-C stops the server; exit code 1 means an error
+of one line.
+
+With the arguments of launch/train.py in place of a run, starts the external services of a run in a
+separate job:
 
     python launch/serve.py experiment=vqa_3b_1gpu model.path=3b \
         'services.judge={kind: vllm, model: 7b, external: true}'

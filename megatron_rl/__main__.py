@@ -127,7 +127,7 @@ COMMANDS: dict[str, tuple[Callable[[Arguments], int | None], str]] = {
     "sweep-report": (_sweep_report, "print and plot the runs of a sweep"),
     "submit": (_submit, "submit a run as a Slurm job"),
     "attempt": (_attempt, "run a command as one attempt of a run, as in a Slurm job"),
-    "serve": (_use_settings("serve"), "start only the external services of a run"),
+    "serve": (_use_settings("serve"), "serve the model of a run, or start its external services"),
     "server-command": (_use_settings("server-command"), "print the command that starts an inference server"),
 }
 """Maps each subcommand to its function and a summary."""

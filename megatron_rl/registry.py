@@ -1,14 +1,17 @@
 """Registry of tasks, reward functions and algorithms, both built-in and from user plugins."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
 from megatron_rl.callbacks import NO_CALLBACKS, Callbacks
 from megatron_rl.config import Settings, TaskSettings, require
+from megatron_rl.config.serve import ServeSettings
 from megatron_rl.rewards.functions import from_function
+from megatron_rl.rollout.engine import InferenceEngine
 from megatron_rl.rollout.task import Task, require_task
 from megatron_rl.tasks.agent.task import AgentTask
 from megatron_rl.tasks.alfworld.task import AlfworldTask
@@ -21,6 +24,10 @@ from megatron_rl.tasks.lewis.speaker_task import LewisSpeakerTask
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.visual_search.task import VisualSearchTask
 from megatron_rl.tasks.vqa import VqaTask
+
+if TYPE_CHECKING:  # import torch and fastapi
+    from megatron_rl.rollout.renderer import Renderer
+    from megatron_rl.tasks.agent.inference import PolicyEndpoint
 
 TASKS: Mapping[str, type[Task]] = {
     "agent": AgentTask,
@@ -87,6 +94,20 @@ def build_task(settings: TaskSettings, plugins: Plugins = Plugins()) -> Task:
     require(asks, "task.judge.model", settings.judge.model, f"task {settings.name} uses no judge; remove this setting")
     task.rubric = from_function(settings.reward, task.rubric, plugins.rewards)
     return task
+
+
+def make_policy_endpoint(engine: InferenceEngine, renderer: "Renderer", settings: ServeSettings, **given: Any) -> "PolicyEndpoint":
+    """Return the endpoint of a trained policy; see PolicyEndpoint for the arguments."""
+    from megatron_rl.tasks.agent.inference import PolicyEndpoint  # imports fastapi
+
+    return PolicyEndpoint(engine, renderer, settings, **given)
+
+
+def serve_policy_endpoint(endpoint: "PolicyEndpoint", settings: ServeSettings, **given: Any) -> Coroutine[object, object, None]:
+    """Return the coroutine that serves an endpoint; see `serve_endpoint` for the arguments."""
+    from megatron_rl.tasks.agent.inference import serve_endpoint  # imports fastapi
+
+    return serve_endpoint(endpoint, settings, **given)
 
 
 def uses_sandbox(settings: Settings, plugins: Plugins = Plugins()) -> bool:

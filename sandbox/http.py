@@ -161,11 +161,26 @@ def open_listener(host: str, port: int, *, token: str, permits: str) -> Iterator
         yield listener
 
 
-async def serve_until_signal(app: FastAPI, listener: socket.socket, *, registry: ConnectionRegistry) -> None:
-    """Serve until SIGINT or SIGTERM. Print the address once the server accepts requests."""
-    server = uvicorn.Server(make_uvicorn_config(app, registry))
-    # Uvicorn's own handlers would raise the signal again and end this process before the
-    # application has shut down.
+class SignalFreeServer(uvicorn.Server):
+    """Server that leaves signals to its caller.
+
+    Uvicorn's own handlers would raise a signal again and end this process before the application
+    has shut down. A handler of the event loop, called in addition, would count one SIGINT twice,
+    and the second one ends requests in progress (uvicorn 0.54, server.py: handle_exit).
+    """
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Install no signal handlers."""
+        yield
+
+
+async def serve_until_signal(app: FastAPI, listener: socket.socket, *, registry: ConnectionRegistry, path: str = "") -> None:
+    """Serve until SIGINT or SIGTERM. Print the address once the server accepts requests.
+
+    `path` is appended to the printed address.
+    """
+    server = SignalFreeServer(make_uvicorn_config(app, registry))
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
     running = asyncio.create_task(server.serve(sockets=[listener]))
@@ -173,7 +188,7 @@ async def serve_until_signal(app: FastAPI, listener: socket.socket, *, registry:
         await asyncio.sleep(0.02)
     listener.listen(LISTEN_BACKLOG)  # asyncio has set the backlog to ACCEPT_BATCH
     host, port = listener.getsockname()[:2]
-    print(f"http://{host}:{port}", flush=True)
+    print(f"http://{host}:{port}{path}", flush=True)
     await running
 
 

@@ -4,7 +4,7 @@ access.py implements the checks of the headers. The middleware reads each body c
 calls the application, so clients that disconnect while sending a body never reach a route.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -32,12 +32,18 @@ def make_body_limits(limits: BoxLimits) -> dict[str, Any]:
     return {"max_body_bytes": most, "max_delimiters": MIN_BODY_BYTES + limits.code}
 
 
+def make_detail(rejection: RequestRejection) -> object:
+    """Return the body of a rejection, in the form of FastAPI's errors."""
+    return {"detail": rejection.detail}
+
+
 class RequestGuardMiddleware:
     """Passes acceptable requests to the application, and rejects all others."""
 
     def __init__(
-        self, app: ASGIApp, *, max_body_bytes: Mapping[str, int], max_delimiters: int, token: str, hosts: Iterable[str] = ()
-    ) -> None:
+        self, app: ASGIApp, *, max_body_bytes: Mapping[str, int], max_delimiters: int, token: str, hosts: Iterable[str] = (),
+        make_body: Callable[[RequestRejection], object] = make_detail,
+    ) -> None:  # fmt: skip
         """Wrap `app`.
 
         Args:
@@ -48,9 +54,11 @@ class RequestGuardMiddleware:
                 `messages.count_json_delimiters`).
             token: Required bearer token; empty for none.
             hosts: Additional names of this server, as for `AccessRules`.
+            make_body: Function that returns the JSON body of a rejection.
         """
         self.app, self.max_body_bytes, self.max_delimiters = app, max_body_bytes, max_delimiters
         self.rules = AccessRules(token=token, hosts=hosts)
+        self._make_body = make_body
         self.held_bytes, self.max_held_bytes = 0, MAX_LARGE_BODIES * max(max_body_bytes.values())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,9 +70,9 @@ class RequestGuardMiddleware:
         most = self.max_body_bytes.get(scope["path"].rpartition("/")[2], MIN_BODY_BYTES)
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if refusal is not None:
-            await send_rejection(refusal, scope, receive, send)
+            await self._reject(refusal, scope, receive, send)
         elif not declared.isdigit() or int(declared) > most:
-            await send_rejection(_make_body_too_large(most), scope, receive, send)
+            await self._reject(_make_body_too_large(most), scope, receive, send)
         else:
             await self._read_and_forward(most, scope, receive, send)
 
@@ -83,10 +91,10 @@ class RequestGuardMiddleware:
                 self.held_bytes += max(0, size - MIN_BODY_BYTES) - counted
                 counted = max(0, size - MIN_BODY_BYTES)
                 if size > max_body_bytes:
-                    return await send_rejection(_make_body_too_large(max_body_bytes), scope, receive, send)
+                    return await self._reject(_make_body_too_large(max_body_bytes), scope, receive, send)
                 if self.held_bytes > self.max_held_bytes:
                     code = 429 if scope["path"] == "/boxes" else 503
-                    return await send_rejection(
+                    return await self._reject(
                         RequestRejection(code, "the server already holds its maximum of large requests", RETRY_HEADERS),
                         scope,
                         receive,
@@ -96,10 +104,13 @@ class RequestGuardMiddleware:
             parts.clear()
             if count_json_delimiters(body) > self.max_delimiters:
                 text = f"more than {self.max_delimiters} commas and opening brackets, which base64 does not contain"
-                return await send_rejection(RequestRejection(422, text), scope, receive, send)
+                return await self._reject(RequestRejection(422, text), scope, receive, send)
             await self.app(scope, replay_body(body, receive), send)
         finally:
             self.held_bytes -= counted
+
+    async def _reject(self, rejection: RequestRejection, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_rejection(rejection, scope, receive, send, body=self._make_body(rejection))
 
 
 def _make_body_too_large(most: int) -> RequestRejection:
@@ -116,7 +127,11 @@ def replay_body(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def send_rejection(rejection: RequestRejection, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send the rejection and close the connection. Unread parts of the request are discarded."""
+async def send_rejection(rejection: RequestRejection, scope: Scope, receive: Receive, send: Send, *, body: object = None) -> None:
+    """Send the rejection and close the connection. Unread parts of the request are discarded.
+
+    `body` is the JSON body; None selects that of FastAPI's errors.
+    """
     headers = {"Connection": "close", **rejection.headers}
-    await JSONResponse({"detail": rejection.detail}, rejection.status_code, headers=headers)(scope, receive, send)
+    content = make_detail(rejection) if body is None else body
+    await JSONResponse(content, rejection.status_code, headers=headers)(scope, receive, send)

@@ -32,6 +32,8 @@ from megatron_rl.cli.config_errors import format_error, missing_task_line, rejec
 from megatron_rl.cli.config_file import expand_config_flags
 from megatron_rl.cli.flags import DIFFERENCE, choose_length, parse_flags
 from megatron_rl.cli.help import USAGES, render_difference, render_help
+from megatron_rl.cli.serve import main as serve_main
+from megatron_rl.cli.serve import names_run
 from megatron_rl.compat.startup import ignore_library_warnings, paused_collector
 from megatron_rl.config import Settings, require
 from megatron_rl.config.task_options import TASK_OPTIONS
@@ -104,7 +106,7 @@ def cli(
 
     - train: start a training run.
     - doctor: check everything that a run needs, without starting the run.
-    - serve: start only the external services of a run.
+    - serve: serve the model of a run, or start only the external services of a run.
     - server-command: print the command that starts an inference server for engine.urls.
     - evaluate: run the task's examples without training.
     - rescore: recompute the rewards of recorded rollouts.
@@ -112,6 +114,8 @@ def cli(
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun or launch/launch.py: exit together with the launcher
         die_with_parent()
     word = sys.argv.pop(1) if sys.argv[1:2] and sys.argv[1] in USAGES else "train"
+    if word == "serve" and names_run(sys.argv[1:]):
+        sys.exit(serve_main(sys.argv[1:]))
 
     def act(settings: Settings) -> None:
         try:

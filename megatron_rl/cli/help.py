@@ -75,7 +75,12 @@ resumes a rescoring that was stopped or killed.
 
     python launch/train.py --help       # names of experiments, and settings
 """
-SERVE_USAGE = """Starts only the external services of a run, in a job of their own; accepts the run's arguments.
+SERVE_USAGE = """Serves the model of a run as an endpoint of OpenAI's chat completions:
+
+    python launch/serve.py RUN                  # run.dir of a run, or one of its checkpoints
+    python launch/serve.py RUN --help           # its options and examples
+
+With settings in place of a run, starts only the external services of a run, in a job of their own:
 
     python launch/serve.py experiment=vqa_3b_1gpu model.path=3b \\
         'services.judge={kind: vllm, model: 7b, external: true}'

@@ -4,6 +4,20 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "the worst checkpoint is served as the best",
+        "megatron_rl/run/saved_model.py",
+        "max(scores)[2]",
+        "min(scores)[2]",
+        "tests/run/test_saved_model.py",
+    ),
+    Mutant(
+        "the newest checkpoint of a finished run is served",
+        "megatron_rl/run/saved_model.py",
+        "if wanted == FINAL or (not wanted and not missing):",
+        "if wanted == FINAL:",
+        "tests/run/test_saved_model.py",
+    ),
+    Mutant(
         "a longer run by epochs counts as finished",
         "megatron_rl/run/directory.py",
         '"rl": {"run.steps", "run.epochs"}',

@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "one SIGINT counts as two",
+        "sandbox/http.py",
+        "    server = SignalFreeServer(make_uvicorn_config(app, registry))",
+        "    server = uvicorn.Server(make_uvicorn_config(app, registry))",
+        "tests/sandbox/test_sandbox_signals.py",
+    ),
+    Mutant(
         "a pool does not lock its control groups",
         "sandbox/cgroups.py",
         "self._locks.append(_lock(place / name))",

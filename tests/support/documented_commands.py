@@ -30,6 +30,8 @@ from torch.distributed import run as torchrun
 
 from megatron_rl.cli.app import register_tasks
 from megatron_rl.cli.flags import parse_flags
+from megatron_rl.cli.serve import build_parser as build_serve_parser
+from megatron_rl.cli.serve import names_run
 from megatron_rl.launcher.sweep import parse_options
 from megatron_rl.launcher.sweep_file import read_sweep
 from megatron_rl.models.family import FAMILIES
@@ -154,6 +156,8 @@ def check_script(script: str, arguments: list[str]) -> None:
         check_example(script, arguments)
     elif script == "launch/submit.py":
         check_settings([word for word in takewhile(lambda word: word != "--", arguments) if word != "--dry-run"])
+    elif script == "launch/serve.py" and names_run(arguments):
+        parse_or_raise(lambda: build_serve_parser().parse_args(arguments))
     elif script in HYDRA:
         try:
             given = parse_flags(arguments)

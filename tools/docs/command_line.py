@@ -36,6 +36,7 @@ PARSERS = {
     "launch/compare.py": "megatron_rl/cli/compare.py",
     "launch/export.py": "megatron_rl/cli/export.py",
     "launch/explain.py": "megatron_rl/cli/explain.py",
+    "launch/serve.py": "megatron_rl/cli/serve.py",
     "launch/submit.py": "megatron_rl/launcher/slurm.py",
     "launch/sweep.py": "megatron_rl/launcher/sweep.py",
     "launch/sweep_report.py": "megatron_rl/launcher/sweep_report.py",
@@ -55,7 +56,8 @@ This page lists the programs of this repository with their arguments. It is gene
 docstrings and the argument parsers of the programs. `--help` prints the same information.
 
 `train.py`, `doctor.py`, `evaluate.py`, `rescore.py`, `serve.py` and `server_command.py` take
-settings (`key=value`) as arguments: see the configuration reference.
+settings (`key=value`) as arguments: see the configuration reference. `serve.py` with a run takes
+the options in its table.
 
 """
 

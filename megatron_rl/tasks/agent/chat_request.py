@@ -10,7 +10,8 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, Literal
 
 from PIL.Image import Image as Picture
@@ -47,6 +48,8 @@ IMAGE_ROLES = ("user", "tool")
 MAX_MESSAGES, MAX_IMAGES = 2000, 256
 """Maximum number of messages and images in a request."""
 MAX_CHOICES = 64
+IGNORE_SETTING = "task.options.ignore=[{name}]"
+"""Setting that makes the endpoint of a run ignore a setting of requests."""
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 4, 64
 
 
@@ -59,7 +62,8 @@ class RequestError(ValueError):
 
     def to_json(self) -> dict[str, object]:
         """Return the body of the response."""
-        return {"error": {"message": str(self), "type": "invalid_request_error", "param": self.param, "code": self.code}}
+        kind = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 class ImageUrl(BaseModel):
@@ -122,6 +126,10 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     """Strings that end the response."""
     has_tools: bool = False
+    model: str = MODEL
+    """Name of the model in the request."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Further settings of the request, such as `temperature`, as they are."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -132,14 +140,22 @@ class ChatResponse:
     calls: tuple[FunctionCall, ...]
     size: ResponseSize | None
     """Numbers of tokens; None if unknown."""
+    history: str = ""
+    """How the tokens of the prompt were obtained (inference.py); empty if not reported."""
+    ignored: tuple[str, ...] = ()
+    """Settings of the request that had no effect; empty if not reported."""
 
 
-def parse_request(body: bytes, *, ignored: Sequence[str] = ()) -> ChatRequest:
+def parse_request(
+    body: bytes, *, ignored: Sequence[str] = (), max_images: int = MAX_IMAGES, ignore_setting: str = IGNORE_SETTING
+) -> ChatRequest:
     """Parse and check a request. Images are decoded, so call this function in a thread.
 
     Args:
         body: JSON.
         ignored: Unsupported settings that are ignored if a request has them.
+        max_images: Maximum number of images.
+        ignore_setting: Setting that ignores the unsupported setting `{name}`, for error messages.
 
     Raises:
         RequestError: The request is invalid, or asks for something that is not supported.
@@ -152,14 +168,15 @@ def parse_request(body: bytes, *, ignored: Sequence[str] = ()) -> ChatRequest:
         param = ".".join(str(place) for place in deepest["loc"] if place != "list[ContentPart]")[:100] or "body"
         raise RequestError(f"{param}: {deepest['msg'][:200]}", param=param, code="invalid_value") from error
     extra = asked.model_extra or {}
-    replaced = {name for name, value in extra.items() if _is_replaced(name, value, ignored)} | (
+    replaced = {name for name, value in extra.items() if _is_replaced(name, value, ignored, ignore_setting)} | (
         {"model"} if asked.model != MODEL else set()
     )
     stop = _parse_stop(asked.stop)
+    parts = (part for message in asked.messages if isinstance(message.content, list) for part in message.content)
+    num_images = sum(part.type == "image_url" for part in parts)
+    if num_images > max_images:
+        raise RequestError(f"messages: {num_images} images; at most {max_images} are allowed", param="messages")
     messages = [_parse_message(message, f"messages[{index}]") for index, message in enumerate(asked.messages)]
-    num_images = sum(part["type"] == "image" for message in messages for part in message["content"])
-    if num_images > MAX_IMAGES:
-        raise RequestError(f"messages: {num_images} images; at most {MAX_IMAGES} are allowed", param="messages")
     if messages[-1]["role"] == "assistant":
         raise RequestError(f"messages[{len(messages) - 1}]: the last message is the assistant's; add a user message", param="messages")
     if asked.tools:
@@ -173,10 +190,12 @@ def parse_request(body: bytes, *, ignored: Sequence[str] = ()) -> ChatRequest:
         num_choices=asked.n or 1,
         stop=stop,
         has_tools=bool(asked.tools),
+        model=asked.model,
+        settings=extra,
     )
 
 
-def _is_replaced(name: str, value: object, ignored: Sequence[str]) -> bool:
+def _is_replaced(name: str, value: object, ignored: Sequence[str], ignore_setting: str) -> bool:
     """Return True if a setting is replaced or ignored, and False if it has no effect."""
     if value is None or name in WITHOUT_EFFECT or value in NEUTRAL.get(name, ()) or value == NEUTRAL_IF_REPLACED.get(name, ()):
         return False
@@ -184,7 +203,7 @@ def _is_replaced(name: str, value: object, ignored: Sequence[str]) -> bool:
         return True
     if name not in NEUTRAL:
         raise RequestError(f"{name[:60]}: unknown setting; remove it", param=name[:60], code="unknown_parameter")
-    remedy = f"remove this setting, or add it to task.options.ignore=[{name}]"
+    remedy = f"remove this setting, or add it to {ignore_setting.format(name=name)}"
     raise RequestError(f"{name}: {json.dumps(value)[:60]} is not supported; {remedy}", param=name)
 
 

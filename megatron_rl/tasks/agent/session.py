@@ -9,7 +9,7 @@ white space, starts a new prompt, in which the edited response was not sampled a
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.data.tool_calls import ParsedResponse
@@ -44,13 +44,23 @@ class SessionTree:
     """Maps the key of a response with tool calls, as a message, to the text that was sampled."""
     num_turns: int = 0
 
+    @property
+    def paths(self) -> Collection[str]:
+        """Digests of all messages up to and including each response (`path_digests`)."""
+        return self._turns.keys()
+
+    @property
+    def call_keys(self) -> Collection[str]:
+        """Keys of the responses with tool calls, as messages."""
+        return self._texts.keys()
+
     def find(self, keys: Sequence[str]) -> Continuation:
         """Return the turn with the longest history that is a proper prefix of these messages.
 
         Of several turns with equal messages, the last one is returned. The turn counts as
         continued.
         """
-        paths = _path_digests(keys[:-1])
+        paths = path_digests(keys[:-1])
         edited = None
         for num_known in range(len(paths), 0, -1):
             turn = self._turns.get(paths[num_known - 1])
@@ -70,7 +80,7 @@ class SessionTree:
             text: Sampled text.
             forms: Response in each form in which later requests may contain it.
         """
-        path = _path_digests(keys)[-1]
+        path = path_digests(keys)[-1]
         self._requests.setdefault(path, []).append(self.num_turns)
         for form in forms:
             key = message_key(make_response_message(form.content, form.calls))
@@ -100,7 +110,7 @@ class SessionTree:
         ]
 
 
-def _path_digests(keys: Sequence[str]) -> list[str]:
+def path_digests(keys: Sequence[str]) -> list[str]:
     """Return the digest of every non-empty prefix of the keys."""
     digests, path = [], ""
     for key in keys:

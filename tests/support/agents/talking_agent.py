@@ -1,8 +1,8 @@
 """Agent of the tests: asks what the arguments say, with the openai client, and prints its answer.
 
-usage: talking_agent.py MODE
+usage: talking_agent.py MODE...
 
-See the functions for the modes. The question is read from example.json.
+See the functions for the modes, which run one after the other. The question is read from example.json.
 """
 
 import asyncio
@@ -207,4 +207,5 @@ def hang() -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    for mode in sys.argv[1:]:
+        globals()[mode]()

@@ -1,5 +1,5 @@
-"""Agent of the end-to-end tests: asks four times in two branches and a new prompt, with images, and
-reports the fraction of vowels in the responses as its reward.
+"""Agent of the end-to-end tests: asks five times in two branches and two new prompts, with images
+and a tool call, and reports the fraction of vowels in the responses as its reward.
 
 usage: vowel_agent.py [METRICS_FILE]
 
@@ -10,69 +10,90 @@ it.
 
 import base64
 import io
+import itertools
 import json
 import os
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 from PIL import Image
 
 MAX_WAIT_S = 4.0
 """Seconds that an episode waits for a step at most; the first step needs the episode itself."""
-example = json.loads(Path("example.json").read_text())
-without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+SCHEMA = {"name": "look", "description": "Shows a part.", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+TOOLS = [{"type": "function", "function": SCHEMA}]
+CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"x": 3}'}}
 
 
-def image_part(color: str | None = None) -> dict:
-    """Return the question's image, encoded anew each time, or an image of one color."""
-    picture = Image.open(example["images"][0]) if color is None else Image.new("RGB", (84, 56), color)
-    encoded = io.BytesIO()
-    picture.save(encoded, "PNG", compress_level=image_part.level)
-    image_part.level = (image_part.level + 1) % 9
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"}}
+def converse(question: str, picture: Image.Image, ask: Callable[..., str]) -> str:
+    """Return the text of all responses. `ask` takes messages and `tools`, and returns a response.
+
+    The picture is encoded anew each time.
+    """
+    levels, texts = itertools.cycle(range(1, 9)), []
+
+    def image_part(image: Image.Image) -> dict:
+        encoded = io.BytesIO()
+        image.save(encoded, "PNG", compress_level=next(levels))
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"}}
+
+    def say(*messages: dict, **more: object) -> dict:
+        texts.append(ask(list(messages), **more))
+        return {"role": "assistant", "content": texts[-1]}
+
+    def first_message() -> dict:
+        return {"role": "user", "content": [image_part(picture), {"type": "text", "text": question}]}
+
+    def shown(color: str) -> dict:
+        return image_part(Image.new("RGB", (84, 56), color))
+
+    first = say(first_message())
+    say(first_message(), first, {"role": "user", "content": [shown("blue"), {"type": "text", "text": "and this?"}]})
+    say(first_message(), first, {"role": "user", "content": [{"type": "text", "text": "why?"}, shown("red")]})
+    say({"role": "user", "content": "one more word"})
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    say(first_message(), called, {"role": "tool", "tool_call_id": "call_1", "content": [shown("green")]}, tools=TOOLS)
+    return "".join(texts)
 
 
-image_part.level = 1
-
-
-def ask(*messages: dict) -> dict:
-    """Return the policy's response as the message of the next request."""
+def complete(messages: list[dict], **more: object) -> str:
+    """Return the policy's response."""
+    without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(
-        f"{os.environ['OPENAI_BASE_URL']}/chat/completions", json.dumps({"model": "policy", "messages": messages}).encode(),
+        f"{os.environ['OPENAI_BASE_URL']}/chat/completions", json.dumps({"model": "policy", "messages": messages, **more}).encode(),
         {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
     )  # fmt: skip
     with without_proxy.open(request, timeout=300) as response:
-        return {"role": "assistant", "content": json.load(response)["choices"][0]["message"]["content"]}
+        return json.load(response)["choices"][0]["message"]["content"] or ""
 
 
-def question() -> dict:
-    return {"role": "user", "content": [image_part(), {"type": "text", "text": example["question"]}]}
+def count_steps(metrics: Path) -> int:
+    return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
-def count_steps() -> int:
-    path = Path(sys.argv[1])
-    return path.read_text().count("\n") if path.exists() else 0
+def complete_and_wait(metrics: Path) -> Callable[..., str]:
+    """Return `complete`, which waits after its first response until a step more has been logged."""
+    num_steps, deadline = count_steps(metrics), time.monotonic() + MAX_WAIT_S
 
+    def ask(messages: list[dict], **more: object) -> str:
+        response = complete(messages, **more)
+        while count_steps(metrics) <= num_steps and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return response
 
-def wait_for_a_step(num_steps: int) -> None:
-    deadline = time.monotonic() + MAX_WAIT_S
-    while count_steps() <= num_steps and time.monotonic() < deadline:
-        time.sleep(0.02)
+    return ask
 
 
 def play() -> None:
+    example = json.loads(Path("example.json").read_text())
     waits = len(sys.argv) > 1 and int(os.environ["MEGATRON_RL_SEED"]) % 2 == 0
-    num_steps = count_steps() if waits else 0
-    first = ask(question())
-    if waits:
-        wait_for_a_step(num_steps)
-    second = ask(question(), first, {"role": "user", "content": [image_part("blue"), {"type": "text", "text": "and this?"}]})
-    third = ask(question(), first, {"role": "user", "content": [{"type": "text", "text": "why?"}, image_part("red")]})
-    fourth = ask({"role": "user", "content": "one more word"})
-    text = "".join(reply["content"] for reply in (first, second, third, fourth))
+    ask = complete_and_wait(Path(sys.argv[1])) if waits else complete
+    text = converse(example["question"], Image.open(example["images"][0]), ask)
     print(json.dumps({"reward": sum(letter in "aeiou" for letter in text) / max(1, len(text))}))
 
 
-play()
+if __name__ == "__main__":
+    play()
