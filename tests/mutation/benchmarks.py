@@ -24,4 +24,11 @@ MUTANTS = (
         "statistics.fmean(reward >= 0 for reward in rewards)",
         "tests/benchmarks/test_benchmarks.py -k agent_frameworks_table",
     ),
+    Mutant(
+        "a finished part of an agent's cell is run again",
+        "benchmarks/agent_frameworks.py",
+        "if (folder / result).exists():",
+        "if (folder / result).is_dir():",
+        "tests/benchmarks/test_benchmarks.py -k agent_frameworks_resume",
+    ),
 )
