@@ -38,17 +38,17 @@ from megatron_rl.observe.plot import plot_reward_curves
 RECORDER = ROOT / "examples" / "agents" / "record_transcripts.py"
 AGENTS = ("openai_agents", "smolagents", "verifiers")
 CELLS = ("number_line", *AGENTS)
-MODEL = ["model.min_pixels=19600", "model.max_pixels=20000", "engine.max_model_len=2048", "task.max_new_tokens=48"]
+MODEL = ["model.min_pixels=19600", "model.max_pixels=20000", "engine.max_images=16", "task.max_new_tokens=48"]
 PASSES = 4
 """Recorded episodes of each start state."""
 REPEATS = {"number_line": 6, "openai_agents": 3, "smolagents": 1, "verifiers": 3}
 """How often a pass of the SFT stage shows the transcripts of a cell. Those of smolagents are one for
 each request, so there are five times as many.
 """
-SFT = ["experiment=numberline_sft_cpu", "sft.splits=[correct,transcripts]", "sft.steps=[140,240]", "sft.batch_size=32",
-       "sft.num_demonstrations=7680", "optim.lr=2e-3", "task.eval_samples=0"]  # fmt: skip
-RL = ["batch.prompts_per_step=8", "batch.group_size=8", "batch.minibatches=2", "batch.epochs=2", "optim.lr=5e-5", "optim.warmup_steps=4",
-      "run.steps=24", "run.eval_every=0", "task.eval_samples=0"]  # fmt: skip
+SFT = ["experiment=numberline_sft_cpu", "sft.splits=[correct,transcripts]", "sft.steps=[120,160]", "sft.batch_size=32",
+       "sft.num_demonstrations=5120", "task.eval_samples=0"]  # fmt: skip
+RL = ["batch.prompts_per_step=8", "batch.group_size=8", "batch.minibatches=2", "batch.epochs=2", "batch.loss_agg_mode=sequence_mean",
+      "optim.lr=5e-5", "optim.warmup_steps=4", "run.steps=24", "run.eval_every=0", "task.eval_samples=0"]  # fmt: skip
 EVALUATIONS = {"greedy": ["evaluation.samples=1"], "sampled": ["evaluation.samples=8", "evaluation.temperature=1"]}
 TINY = {
     "sft": ["sft.steps=[1,1]", "sft.batch_size=2", "sft.num_demonstrations=2"],
@@ -69,12 +69,16 @@ def count_seconds(path: Path) -> Iterator[None]:
 
 
 def launch(script: str, folder: Path, *overrides: str, result: str) -> None:
-    """Run a script of launch/ to its end, unless it is already finished."""
+    """Run a script of launch/ to its end, unless it is already finished.
+
+    The SFT run has two processes. All others have one, so that two cells fit on two cores.
+    """
     if (folder / result).exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.log").open("a") as log:
-        command = [sys.executable, f"launch/{script}.py", *overrides, f"run.dir={folder}"]
+        spawner = ["launch/launch.py", "--nproc_per_node", "2"] if folder.name == "sft" else []
+        command = [sys.executable, *spawner, f"launch/{script}.py", *overrides, f"run.dir={folder}"]
         subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
@@ -84,8 +88,8 @@ def task_settings(cell: str, data: Path, url: str) -> list[str]:
         return ["task=number_line"]
     questions = data / "questions.jsonl"
     files = [f"task.data.{split}=[{questions}]" for split in ("train", "eval")]
-    # One turn more than the game has moves: smolagents ends with a call of final_answer.
-    return ["task=agent", "task.reward=reported", f"task.options.url={url}", "task.max_turns=11", *files]
+    # Two turns more than the game has moves: smolagents ends with a call of final_answer, which it asks for once more.
+    return ["task=agent", "task.reward=reported", f"task.options.url={url}", "task.max_turns=12", *files]
 
 
 def prepare(seed: int, home: Path, environments: Path, *, tiny: bool) -> Path:

@@ -298,10 +298,11 @@ def test_agent_frameworks_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def run(command: list[str], **_: object) -> None:
         folder = Path(command[-1].removeprefix("run.dir="))
-        launched.append((command[1], folder.name))
+        script = [word for word in command if word.startswith("launch/")][-1]
+        launched.append((script, folder.name))
         if is_interrupted and folder.name == "number_line":
             raise CalledProcessError(75, command)
-        name = "evaluation.json" if command[1] == "launch/evaluate.py" else "final/config.json"
+        name = "evaluation.json" if script == "launch/evaluate.py" else "final/config.json"
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text("{}")
 
