@@ -8,10 +8,12 @@
 
 All cells play NumberLine, with the same rewards. The cell number_line is task=number_line; the
 others are the agents of examples/agents, each as a service in its own virtual environment. All
-cells of a seed start from one SFT checkpoint, which is trained on the transcripts of
+cells of a seed start from one SFT checkpoint: a stage on demonstrations of task=number_line without
+mistakes, in which the model learns to read the pictures, then a stage on the transcripts of
 examples/agents/record_transcripts.py for all four. Success is the fraction of episodes with a
-return above 0 (the target is reached without mistakes), at temperature 1, from all 30 start states,
-with Wilson's 95% interval. An interrupted run is resumed.
+return above 0 (the target is reached without mistakes), from all 30 start states, greedily and at
+temperature 1, with Wilson's 95% interval. Processor minutes of a cell include its evaluations and
+the agents' service. Finished parts are kept, and an interrupted run is resumed.
 """
 
 import json
@@ -21,8 +23,8 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from card_games import make, parse_cell_arguments
@@ -36,34 +38,48 @@ from megatron_rl.observe.plot import plot_reward_curves
 RECORDER = ROOT / "examples" / "agents" / "record_transcripts.py"
 AGENTS = ("openai_agents", "smolagents", "verifiers")
 CELLS = ("number_line", *AGENTS)
-MODEL = ["model.min_pixels=19600", "model.max_pixels=20000", "engine.max_model_len=2048", "task.max_new_tokens=48"]
-SFT = ["experiment=numberline_sft_cpu", "sft.splits=[transcripts]", "sft.steps=[200]", "sft.batch_size=32", "sft.num_demonstrations=6400",
-       "optim.lr=2e-3", "task.eval_samples=0"]  # fmt: skip
-RL = ["batch.prompts_per_step=8", "batch.group_size=8", "optim.lr=2e-4", "run.steps=20", "run.eval_every=0", "task.eval_samples=0"]
-EVALUATION = ["evaluation.samples=4", "evaluation.temperature=1"]
+MODEL = ["model.min_pixels=19600", "model.max_pixels=20000", "engine.max_images=16", "task.max_new_tokens=48"]
+PASSES = 4
+"""Recorded episodes of each start state."""
+REPEATS = {"number_line": 6, "openai_agents": 3, "smolagents": 1, "verifiers": 3}
+"""How often a pass of the SFT stage shows the transcripts of a cell. Those of smolagents are one for
+each request, so there are five times as many.
+"""
+SFT = ["experiment=numberline_sft_cpu", "sft.splits=[correct,transcripts]", "sft.steps=[120,160]", "sft.batch_size=32",
+       "sft.num_demonstrations=5120", "task.eval_samples=0"]  # fmt: skip
+RL = ["batch.prompts_per_step=8", "batch.group_size=8", "batch.minibatches=2", "batch.epochs=2", "batch.loss_agg_mode=sequence_mean",
+      "optim.lr=5e-5", "optim.warmup_steps=4", "run.steps=24", "run.eval_every=0", "task.eval_samples=0"]  # fmt: skip
+EVALUATIONS = {"greedy": ["evaluation.samples=1"], "sampled": ["evaluation.samples=8", "evaluation.temperature=1"]}
 TINY = {
-    "sft": ["sft.steps=[1]", "sft.batch_size=2", "sft.num_demonstrations=2"],
+    "sft": ["sft.steps=[1,1]", "sft.batch_size=2", "sft.num_demonstrations=2"],
     "rl": ["run.steps=1", "batch.prompts_per_step=1", "batch.group_size=2"],
     "evaluation": ["evaluation.samples=1", "task.data.max_eval=2"],
 }
 
 
+@contextmanager
+def count_seconds(path: Path) -> Iterator[None]:
+    """Add the processor seconds of the child processes that end in this context to a file."""
+    spent, before = float(path.read_text()) if path.exists() else 0.0, processor_s()
+    try:
+        yield
+    finally:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{spent + processor_s() - before:.1f}\n")
+
+
 def launch(script: str, folder: Path, *overrides: str, result: str) -> None:
     """Run a script of launch/ to its end, unless it is already finished.
 
-    Its processor seconds, without those of the agents' service, are written next to the folder.
+    The SFT run has two processes. All others have one, so that two cells fit on two cores.
     """
-    clock = folder.with_name(f"{folder.name}.seconds")
     if (folder / result).exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    spent, before = float(clock.read_text()) if clock.exists() else 0.0, processor_s()
-    try:
-        with folder.with_name(f"{folder.name}.log").open("a") as log:
-            command = [sys.executable, f"launch/{script}.py", *overrides, f"run.dir={folder}"]
-            subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    finally:
-        clock.write_text(f"{spent + processor_s() - before:.1f}\n")
+    with folder.with_name(f"{folder.name}.log").open("a") as log:
+        spawner = ["launch/launch.py", "--nproc_per_node", "2"] if folder.name == "sft" else []
+        command = [sys.executable, *spawner, f"launch/{script}.py", *overrides, f"run.dir={folder}"]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def task_settings(cell: str, data: Path, url: str) -> list[str]:
@@ -72,8 +88,8 @@ def task_settings(cell: str, data: Path, url: str) -> list[str]:
         return ["task=number_line"]
     questions = data / "questions.jsonl"
     files = [f"task.data.{split}=[{questions}]" for split in ("train", "eval")]
-    # One turn more than the game has moves: smolagents ends with a call of final_answer.
-    return ["task=agent", "task.reward=reported", f"task.options.url={url}", "task.max_turns=11", *files]
+    # Two turns more than the game has moves: smolagents ends with a call of final_answer, which it asks for once more.
+    return ["task=agent", "task.reward=reported", f"task.options.url={url}", "task.max_turns=12", *files]
 
 
 def prepare(seed: int, home: Path, environments: Path, *, tiny: bool) -> Path:
@@ -81,12 +97,13 @@ def prepare(seed: int, home: Path, environments: Path, *, tiny: bool) -> Path:
     data, nano = home / "data", home / "nano"
     if not (data / "words.txt").exists():  # the last file of the recording
         shutil.rmtree(data, ignore_errors=True)
-        command = [sys.executable, RECORDER, "--out", data, "--environments", environments, "--seed", seed, "--passes", 1 if tiny else 2]
-        subprocess.run(list(map(str, command)), cwd=ROOT, check=True)
+        command = [sys.executable, RECORDER, "--out", data, "--environments", environments, "--seed", seed]
+        subprocess.run([*map(str, command), "--passes", str(1 if tiny else PASSES)], cwd=ROOT, check=True)
     make("make_tiny_qwen2_5_vl", nano, "--seed", seed, "--vocab", 800, "--words", data / "words.txt")
-    transcripts = ",".join(str(data / f"{cell}.jsonl") for cell in CELLS)
+    transcripts = ",".join(str(data / f"{cell}.jsonl") for cell in CELLS for _ in range(REPEATS[cell]))
     given = [f"model.path={nano}", f"run.seed={seed}", f"task.data.demonstrations=[{transcripts}]", "checkpoint.every=50"]
-    launch("train", home / "sft", *SFT, *MODEL, *given, *(TINY["sft"] if tiny else []), result="final/config.json")
+    with count_seconds(home / "sft.seconds"):
+        launch("train", home / "sft", *SFT, *MODEL, *given, *(TINY["sft"] if tiny else []), result="final/config.json")
     return home / "sft" / "final"
 
 
@@ -94,15 +111,25 @@ def run_cell(cell: str, seed: int, out: Path, environments: Path, *, tiny: bool)
     """Evaluate the SFT checkpoint on a cell's task, train it, and evaluate the result."""
     home = out / f"seed{seed}"
     start = prepare(seed, home, environments, tiny=tiny)
+    if all((home / f"{cell}_after_{kind}" / "evaluation.json").exists() for kind in EVALUATIONS):
+        return
     serve = runpy.run_path(str(RECORDER))["start_service"]
     python = environments.resolve() / cell / "bin" / "python"
-    with nullcontext("") if cell == "number_line" else serve(python, cell, home / "data" / "pictures") as url:
+    service = nullcontext("") if cell == "number_line" else serve(python, cell, home / "data" / "pictures")
+    with count_seconds(home / f"{cell}.seconds"), service as url:
         task = [*task_settings(cell, home / "data", url), *MODEL, f"run.seed={seed}"]
-        small = TINY["rl"] if tiny else []
-        scored = [*EVALUATION, *(TINY["evaluation"][: 1 if cell == "number_line" else 2] if tiny else [])]
-        launch("evaluate", home / f"{cell}_before", *task, f"model.path={start}", *scored, result="evaluation.json")
-        launch("train", home / cell, *task, *RL, f"model.path={start}", "checkpoint.every=5", *small, result="final/config.json")
-        launch("evaluate", home / f"{cell}_after", *task, f"model.path={home / cell / 'final'}", *scored, result="evaluation.json")
+        evaluate(home / f"{cell}_before", start, *task, tiny=tiny)
+        trained = ["checkpoint.every=5", *(TINY["rl"] if tiny else [])]
+        launch("train", home / cell, *task, *RL, f"model.path={start}", *trained, result="final/config.json")
+        evaluate(home / f"{cell}_after", home / cell / "final", *task, tiny=tiny)
+
+
+def evaluate(folder: Path, checkpoint: Path, *task: str, tiny: bool) -> None:
+    """Evaluate a checkpoint greedily and at temperature 1, in two folders."""
+    small = TINY["evaluation"][: 1 if "task=number_line" in task else 2] if tiny else []
+    for kind, given in EVALUATIONS.items():
+        overrides = [*task, f"model.path={checkpoint}", *given, *small]
+        launch("evaluate", folder.with_name(f"{folder.name}_{kind}"), *overrides, result="evaluation.json")
 
 
 def describe_evaluation(folder: Path) -> str:
@@ -121,20 +148,23 @@ def describe_training(folder: Path) -> str:
         return " | "
     steps = [step for step in read_metrics(folder / "metrics.jsonl") if "reward/mean" in step]
     gap = max(step["rollout_mismatch/logprob_abs_diff_max"] for step in steps)
-    return f"{gap:.1e} | {float(folder.with_name(f'{folder.name}.seconds').read_text()) / 60:.1f}"
+    clock = folder.with_name(f"{folder.name}.seconds")
+    return f"{gap:.1e} | {float(clock.read_text()) / 60:.1f}" if clock.exists() else f"{gap:.1e} | "
 
 
 def make_table(out: Path, seeds: Sequence[int]) -> str:
     """Return a Markdown table of all runs."""
     lines = [
-        "| cell | seed | success before GRPO, % | return | success after, % | return | max logprob difference | CPU min of GRPO |",
-        "|" + "---|" * 8,
+        "| cell | seed | policy | greedy success, % | return | success at temperature 1, % | return | max logprob difference | CPU min |",
+        "|" + "---|" * 9,
     ]
     for cell in CELLS:
         for seed in seeds:
             home = out / f"seed{seed}"
-            before, after = (describe_evaluation(home / f"{cell}_{time}") for time in ("before", "after"))
-            lines.append(f"| {cell} | {seed} | {before} | {after} | {describe_training(home / cell)} |")
+            for time, name in (("before", "SFT"), ("after", "GRPO")):
+                greedy, sampled = (describe_evaluation(home / f"{cell}_{time}_{kind}") for kind in EVALUATIONS)
+                training = describe_training(home / cell) if time == "after" else " | "
+                lines.append(f"| {cell} | {seed} | {name} | {greedy} | {sampled} | {training} |")
     return "\n".join(lines)
 
 

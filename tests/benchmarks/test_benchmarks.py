@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import CalledProcessError
 from types import ModuleType
 
 import httpx
@@ -266,7 +267,12 @@ def test_agent_frameworks_table(tmp_path: Path) -> None:
     not run; and all cells train on equally many episodes."""
     frameworks = benchmark("agent_frameworks")
     home = tmp_path / "seed1"
-    for name, rewards in (("verifiers_before", [[1.0, -2.0], [0.0, -1.0]]), ("verifiers_after", [[1.0, 1.0], [1.0, -1.0]])):
+    found = {
+        "verifiers_before_greedy": [[-4.0], [1.0]],
+        "verifiers_before_sampled": [[1.0, -2.0], [0.0, -1.0]],
+        "verifiers_after_sampled": [[1.0, 1.0], [1.0, -1.0]],
+    }
+    for name, rewards in found.items():
         (home / name).mkdir(parents=True)
         (home / name / "evaluation.json").write_text("{}")
         (home / name / "examples.jsonl").write_text("".join(json.dumps({"rewards": each}) + "\n" for each in rewards))
@@ -276,12 +282,46 @@ def test_agent_frameworks_table(tmp_path: Path) -> None:
     (home / "verifiers" / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     (home / "verifiers.seconds").write_text("90.0\n")
     table = frameworks.make_table(tmp_path, [0, 1])
-    assert "| verifiers | 1 | 25.0 (4.6 to 69.9) | -0.50 | 75.0 (30.1 to 95.4) | 0.50 | 2.0e-06 | 1.5 |" in table
-    assert sum(row[2] == "not run" for row in rows(table)) == 2 * len(frameworks.CELLS) - 1
+    assert "| verifiers | 1 | SFT | 50.0 (9.5 to 90.5) | -1.50 | 25.0 (4.6 to 69.9) | -0.50 |  |  |" in table
+    assert "| verifiers | 1 | GRPO | not run |  | 75.0 (30.1 to 95.4) | 0.50 | 2.0e-06 | 1.5 |" in table
+    assert sum(cell == "not run" for row in rows(table) for cell in row) == 2 * 4 * len(frameworks.CELLS) - 3
     for cell in frameworks.CELLS:
         task = frameworks.task_settings(cell, tmp_path, "http://127.0.0.1:1")
         settings = settings_of(*task, *frameworks.MODEL, *frameworks.RL, "model.path=nano", "run.dir=out")
-        assert (settings.batch.prompts_per_step, settings.batch.group_size, settings.run.steps) == (8, 8, 20)
+        assert (settings.batch.prompts_per_step, settings.batch.group_size, settings.run.steps) == (8, 8, 24)
+
+
+def test_agent_frameworks_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an interruption, only unfinished parts of a cell run; a finished cell runs nothing."""
+    frameworks, launched = benchmark("agent_frameworks"), []
+    is_interrupted = True
+
+    def run(command: list[str], **_: object) -> None:
+        folder = Path(command[-1].removeprefix("run.dir="))
+        script = [word for word in command if word.startswith("launch/")][-1]
+        launched.append((script, folder.name))
+        if is_interrupted and folder.name == "number_line":
+            raise CalledProcessError(75, command)
+        name = "evaluation.json" if script == "launch/evaluate.py" else "final/config.json"
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text("{}")
+
+    monkeypatch.setattr(frameworks.subprocess, "run", run)
+    monkeypatch.setattr(frameworks, "make", lambda *_: None)
+    (tmp_path / "seed0" / "data").mkdir(parents=True)
+    (tmp_path / "seed0" / "data" / "words.txt").write_text("+\n")
+    kinds = ("greedy", "sampled")
+    before, after = ([("launch/evaluate.py", f"number_line_{time}_{kind}") for kind in kinds] for time in ("before", "after"))
+    training = ("launch/train.py", "number_line")
+    with pytest.raises(CalledProcessError):
+        frameworks.run_cell("number_line", 0, tmp_path, tmp_path, tiny=False)
+    assert launched == [("launch/train.py", "sft"), *before, training]
+    launched.clear()
+    is_interrupted = False
+    for _ in range(2):
+        frameworks.run_cell("number_line", 0, tmp_path, tmp_path, tiny=False)
+    assert launched == [training, *after]
+    assert all(float((tmp_path / "seed0" / f"{name}.seconds").read_text()) >= 0 for name in ("sft", "number_line"))
 
 
 @pytest.mark.long
@@ -291,8 +331,8 @@ def test_agent_frameworks(tmp_path: Path) -> None:
     """A finished cell is not run again."""
     given = ("--out", tmp_path, "--tiny", "--seeds", 3, "--cells", "verifiers")
     said = said_by("agent_frameworks", *given, timeout_s=800)
-    (row,) = (row for row in rows(said) if row[0] == "verifiers")
-    assert row[1] == "3" and float(row[6]) <= 1e-4 and float(row[7]) > 0
+    _, row = (row for row in rows(said) if row[0] == "verifiers")
+    assert row[1:3] == ["3", "GRPO"] and float(row[7]) <= 1e-4 and float(row[8]) > 0
     assert rows(said_by("agent_frameworks", *given)) == rows(said)
 
 

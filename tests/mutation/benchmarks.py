@@ -38,4 +38,11 @@ MUTANTS = (
         "if len(verdicts) < NUM_VARIANTS",
         "tests/benchmarks/test_published_scores.py -k one_line_each",
     ),
+    Mutant(
+        "a finished part of an agent's cell is run again",
+        "benchmarks/agent_frameworks.py",
+        "if (folder / result).exists():",
+        "if (folder / result).is_dir():",
+        "tests/benchmarks/test_benchmarks.py -k agent_frameworks_resume",
+    ),
 )
