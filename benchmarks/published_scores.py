@@ -1,6 +1,6 @@
 """Recompute published scores from raw answers and verdicts, with the scoring rules of this package.
 
-    python benchmarks/published_scores.py --data DATA --answers DATA > scores.md
+    python benchmarks/published_scores.py --data DATA --answers DATA
     python benchmarks/published_scores.py --data DATA --answers MORE --differences differences.jsonl
 
 DATA contains MATH-Vision's test.jsonl and LogicVista's dataset.json. The folder given with --answers

@@ -25,10 +25,10 @@ class DistillSettings:
     decay_steps: int = 0
     """Number of steps in which the coefficient changes from distill.coef to distill.final_coef."""
     apply_to: str = "loss"
-    """Where the term is applied. loss: a divergence between policy and teacher at each sampled
-    token is added to the loss. reward: coef * (teacher logprob - old logprob) is added to each
-    sampled token's advantage, which is the policy gradient of the reverse KL divergence without
-    credit for later tokens."""
+    """Place of the term. loss: a divergence between policy and teacher at each sampled token is
+    added to the loss. reward: coef * (teacher logprob - old logprob) is added to each sampled
+    token's advantage, which is the policy gradient of the reverse KL divergence without credit for
+    later tokens."""
     divergence: str = "reverse_kl"
     """Divergence in the loss: reverse_kl (KL(policy || teacher)), forward_kl (KL(teacher ||
     policy)) or jsd (generalized Jensen-Shannon divergence)."""

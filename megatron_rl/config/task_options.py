@@ -312,9 +312,7 @@ class AgentOptions:
         remedy = "has an effect only with task.options.sandbox=true"
         require(self.sandbox or not self.sandbox_paths, "task.options.sandbox_paths", self.sandbox_paths, remedy)
         for path in self.sandbox_paths:
-            require(
-                Path(path).is_absolute() and Path(path).exists(), "task.options.sandbox_paths", path, "is not an existing absolute path"
-            )
+            require(Path(path).is_absolute(), "task.options.sandbox_paths", path, "is not an absolute path")
 
 
 @dataclass

@@ -37,7 +37,7 @@ def check_same_tokens(folder: Path, other: Path, *, key: str) -> None:
     vocabularies = []
     for each in (folder, other):
         try:
-            vocabularies.append(AutoTokenizer.from_pretrained(each, local_files_only=True).get_vocab())
+            vocabularies.append(AutoTokenizer.from_pretrained(each, local_files_only=True, trust_remote_code=False).get_vocab())
         except (OSError, ValueError) as error:
             raise ValueError(f"{key}={folder}: {each} has no readable tokenizer ({' '.join(str(error).split())[:200]})") from error
     given, wanted = vocabularies

@@ -58,7 +58,7 @@ MUTANTS = (
     ),
     Mutant(
         "the positions of sampled tokens are searched on the device",
-        "megatron_rl/policy/network.py",
+        "megatron_rl/policy/pipeline.py",
         "return model(batch, batch.row_R), partial",
         "return model(batch, batch.mask_T.nonzero()[:, 0]), partial",
         ON_DEVICE + "test_waits.py",

@@ -13,8 +13,8 @@ MUTANTS = (
     Mutant(
         "AdamW's passing copy is forgotten",
         "megatron_rl/memory_plan/gpu_memory.py",
-        "max(passing.total_bytes, step)",
-        "passing.total_bytes",
+        "max(passing.total_bytes + compared, step, rank_share.teacher_bytes)",
+        "passing.total_bytes + compared",
         "tests/memory_plan/test_gpu_memory.py",
     ),
     Mutant(

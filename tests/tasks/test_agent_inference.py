@@ -16,6 +16,7 @@ from PIL import Image as pil
 
 from megatron_rl.config import ModelSettings
 from megatron_rl.config.serve import ServeSettings
+from megatron_rl.data.tool_calls import ParsedResponse
 from megatron_rl.errors import PermanentInfraError
 from megatron_rl.rollout.conversation import SequenceLimits
 from megatron_rl.rollout.engine import Completion, SamplingSettings
@@ -25,7 +26,6 @@ from megatron_rl.tasks.agent.chat_server import MAX_BODY_BYTES, ChatServer, Open
 from megatron_rl.tasks.agent.inference import PolicyEndpoint
 from megatron_rl.tasks.agent.launch import start_agent
 from megatron_rl.tasks.agent.session_store import TURN_TOKENS, FoundSession, SessionStore
-from megatron_rl.tasks.agent.tool_calls import ParsedResponse
 from megatron_rl.types import Image
 from tests.support.agent_episodes import AGENT, SETTINGS, Counting, make_task, play_task
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from megatron_rl.data.tool_calls import ParsedResponse
 from megatron_rl.tasks.agent.session import Continuation, SessionTree, path_digests
-from megatron_rl.tasks.agent.tool_calls import ParsedResponse
 
 MAX_TOKENS = 64 << 20
 """Maximum number of tokens in all sessions, each of which takes four bytes."""

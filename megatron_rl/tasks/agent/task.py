@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config import TaskSettings, require
@@ -77,6 +78,8 @@ def _check_sandbox(options: AgentOptions, settings: TaskSettings) -> None:
     """Raise ValueError unless the command can run in the sandbox, without the answers."""
     remedy = "needs a key that the command does not receive in the sandbox; use accuracy or reported"
     require(settings.reward != "posted", "task.reward", settings.reward, remedy)
+    for path in options.sandbox_paths:
+        require(Path(path).exists(), "task.options.sandbox_paths", path, "does not exist on this machine")
     data = settings.data
     program = resolve_program(shutil.which(options.command[0]) or "")
     check_paths([program, *options.command[1:]], options.sandbox_paths, hidden=[*data.train, *data.eval, *data.demonstrations])
