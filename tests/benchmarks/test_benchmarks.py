@@ -61,7 +61,9 @@ def rows(said: str) -> list[list[str]]:
 
 
 def test_none_is_left_out() -> None:
-    """Every benchmark in benchmarks/ is named in this module. prose_sample has its own module."""
+    """Every benchmark in benchmarks/ is named in this module. prose_sample and published_scores, with
+    published_files, have their own modules.
+    """
     tested = Path(__file__).read_text()
     assert not [path.stem for path in FOLDER.glob("*.py") if not re.search(rf"\b{path.stem}\b", tested)]
 
@@ -231,6 +233,29 @@ def test_the_tiny_runs_compose() -> None:
         whole, tiny = (settings_of(*words, *place, *more) for more in ((), [*minigrid.TINY, *minigrid.TINY_STAGE["rl"]]))
         assert whole.batch.prompts_per_step * whole.batch.group_size == 48, "all algorithms have equally many episodes"
         assert whole.task.max_turns == whole.task.options.kwargs["max_steps"] and tiny.run.steps == 1
+
+
+def test_distillation_table(tmp_path: Path) -> None:
+    """All cells train on equally many episodes, and the table has the finished runs with their mean."""
+    distillation = benchmark("distillation")
+    for words in distillation.CELLS.values():
+        given = [*distillation.EPISODES, *(word.format(teacher="t") for word in words)]
+        whole, tiny = (settings_of("experiment=numberline_grpo_cpu", *given, *more) for more in ((), distillation.TINY))
+        assert whole.run.steps * whole.batch.prompts_per_step * whole.batch.group_size == 1152 and tiny.run.steps == 1
+        assert whole.distill.teacher == ("t" if words else "")
+    for seed, greedy in ((0, 0.5), (1, 0.75)):
+        folder = tmp_path / f"seed{seed}" / "distill"
+        folder.mkdir(parents=True)
+        (folder / "eval.json").write_text(json.dumps({"greedy_success": greedy, "sampled_success": 0.25}))
+    assert rows(distillation.format_table(tmp_path, [0, 1, 2])) == [["distill", "50.0 / 75.0", "62.5", "25.0 / 25.0", "25.0"]]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_distillation(tmp_path: Path) -> None:
+    """A tiny cell trains the warm start, the teacher and the policy."""
+    said = said_by("distillation", "--seeds", 0, "--out", tmp_path / "out", "--tiny", "--cells", "distill", timeout_s=800)
+    assert [row[0] for row in rows(said)] == ["warm start", "teacher", "distill"]
 
 
 def test_minigrid_table(tmp_path: Path) -> None:

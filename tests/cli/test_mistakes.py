@@ -170,7 +170,7 @@ def test_commands_have_their_own_help(command: str) -> None:
     text = render_help([], command=command)
     assert f"python launch/{command.replace('-', '_')}.py " in text
     assert max(map(len, text.splitlines())) <= (140 if command == "doctor" else 100)
-    assert text.split()[0] in ("Checks", "Evaluates", "Recomputes", "Starts", "Prints")
+    assert text.split()[0] in ("Checks", "Evaluates", "Recomputes", "Serves", "Starts", "Prints")
     assert render_help(["evaluation"], command=command) == render_help(["evaluation"], command="train")
 
 

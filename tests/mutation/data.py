@@ -701,13 +701,13 @@ MUTANTS = (
         "megatron_rl/data/transcript_messages.py",
         "if tools and call.name not in tools), None)",
         "if False), None)",
-        "tests/data/test_transcript_tools.py -k does_not_exist",
+        "tests/data/test_transcript_tools.py -k malformed",
     ),
     Mutant(
         "special tokens in the tools of a transcript are tokens",
         "megatron_rl/data/transcript_tools.py",
         "    _check_texts(record, tools, name)\n",
         "",
-        "tests/data/test_transcript_tools.py -k special_token",
+        "tests/data/test_transcript_tools.py -k malformed",
     ),
 )
