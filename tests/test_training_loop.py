@@ -16,12 +16,16 @@ from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.batching import token_stats
 from megatron_rl.batching.minibatches import PackItem, RankShares, balance_costs, pack_costs, split_by_cost
 from megatron_rl.batching.packing import pack
-from megatron_rl.config import AlgoSettings, BatchSettings, CriticSettings, FilterSettings, RunSettings, Settings
+from megatron_rl.config import AlgoSettings, BatchSettings, CriticSettings, DistillSettings, FilterSettings, RunSettings, Settings
 from megatron_rl.types import Image, MicroBatch, Rollout, Status, TokenSequence, Turn
 from tests.support.rollout_factory import make_rollout
 
 COEF = 0.25
-SAYS: dict[str, Callable] = {"current": lambda token: -token / 64, "reference": lambda token: -(token % 7) / 8}
+SAYS: dict[str, Callable] = {
+    "current": lambda token: -token / 64,
+    "reference": lambda token: -(token % 7) / 8,
+    "teacher": lambda token: -(token % 9) / 8,
+}
 """Logprob of a sampled token under each set of weights, exact in float32. Each sampled token has an
 id of its own.
 """
@@ -341,6 +345,29 @@ def test_on_policy_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {token: value for index, value in left.items() for token in sampled(rollouts[index])}
     assert [id(context) for context in policy.seen_packed] == [id(context) for index in left for context in rollouts[index].sequences]
     assert sum(batch.denominator for batch in batches) == sum(each.num_sampled for each in rollouts if each.is_trained_on)
+
+
+@pytest.mark.parametrize(("apply_to", "asked"), [("loss", ["teacher"]), ("reward", ["current", "teacher"])])
+def test_a_teacher_reads_every_sequence(apply_to: str, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences without advantages are kept, and with apply_to=reward each token's advantage is that
+    of RLOO plus coef * (teacher logprob - old logprob).
+    """
+    monkeypatch.setattr(token_stats, "all_gather_large_object", lambda columns: [columns])
+    rollouts, policy = step(), Scripted()
+    rollouts[9].reward = rollouts[10].reward = rollouts[11].reward = 1.0
+    settings = replace(settings_of(AlgoSettings(name="rloo")), distill=DistillSettings(teacher="t", apply_to=apply_to, coef=COEF))
+    ((*batches,),) = training_batch.prepare_training_batch(
+        rollouts, settings, policy, algorithm=ALGORITHMS["rloo"], fetch_images=lambda needed: None, step=0
+    )
+    assert policy.asked == asked
+    own = {0: -2.0, 2: 2.0, 6: 1.0, 7: 1.75}  # as in the test above; all others are 0
+    trained = {index: each for index, each in enumerate(rollouts) if each.is_trained_on}
+    expected = {token: own.get(index, 0.0) for index, each in trained.items() for token in sampled(each)}
+    if apply_to == "reward":
+        expected = {token: value + COEF * (SAYS["teacher"](token) - SAYS["current"](token)) for token, value in expected.items()}
+    assert {token: value for batch in batches for token, value in by_token(batch, batch.advantage_T).items()} == pytest.approx(expected)
+    found = {token: value for batch in batches for token, value in by_token(batch, batch.teacher_logprob_T).items()}
+    assert found == {token: SAYS["teacher"](token) for token in expected}
 
 
 @pytest.mark.parametrize(

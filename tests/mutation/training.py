@@ -127,6 +127,6 @@ MUTANTS = (
         "megatron_rl/training_batch.py",
         " or bool(settings.distill.teacher)",
         "",
-        "tests/e2e/test_distill_run.py -k alone",
+        "tests/test_training_loop.py -k a_teacher_reads",
     ),
 )
