@@ -28,7 +28,7 @@ from megatron_rl.types import TOKEN_COLUMNS, Image, JudgeResult, Rollout, TokenS
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
-VERSION = 7
+VERSION = 8
 """Version of the record format. Records of other versions are rejected."""
 IMAGE_KEY_PATTERN = re.compile(r"[0-9A-Za-z]{1,64}")
 """Pattern of a valid image key, which is used as a file name."""

@@ -22,8 +22,8 @@ from megatron_rl.types import Image, JudgeResult, Rollout, Status, StopReason, T
 FIELDS = {
     Rollout: "task example_id group sample_index source question answer extra sequences turns status stop_reason reason "
     "reward outcome_reward filter_reason reward_terms verdicts wall_s env_s scoring_s",
-    TokenSequence: "token_ids loss_mask rollout_logprobs weight_versions images old_logprobs reference_logprobs values advantages "
-    "returns logprob_scale entropies",
+    TokenSequence: "token_ids loss_mask rollout_logprobs weight_versions images old_logprobs reference_logprobs "
+    "teacher_logprobs values advantages returns logprob_scale entropies",
     Turn: "sequence token_span text action_start reward step_score reward_delta tool_call images state generation_s env_s",
     ToolCall: "tool source text error ran frame",
     JudgeResult: "judge prompt value turn wall_s reasoning",
@@ -78,7 +78,7 @@ def contexts(draw: st.DrawFn, images: list[Image]) -> TokenSequence:
         token_ids=column(st.integers(0, 200_000)), loss_mask=column(st.integers(0, 1)), rollout_logprobs=column(NUMBERS),
         weight_versions=column(st.integers(-1, 9)), images=draw(st.lists(st.sampled_from(images), max_size=2)),
         old_logprobs=column(NUMBERS, may_lack=True), reference_logprobs=column(NUMBERS, may_lack=True),
-        values=column(NUMBERS, may_lack=True), advantages=column(NUMBERS, may_lack=True),
+        teacher_logprobs=column(NUMBERS, may_lack=True), values=column(NUMBERS, may_lack=True), advantages=column(NUMBERS, may_lack=True),
         returns=column(NUMBERS, may_lack=True), logprob_scale=column(NUMBERS, may_lack=True),
     )  # fmt: skip
 
@@ -128,8 +128,8 @@ def full() -> Rollout:
     image = Image(PICTURE, torch.zeros(4, 1176), (1, 2, 2), "ab12", merge=2)
     context = TokenSequence(
         token_ids=[5, 6, 7], loss_mask=[0, 0, 1], rollout_logprobs=[0.0, 0.0, -0.1], weight_versions=[-1, -1, 4], images=[image],
-        old_logprobs=[0.0, 0.0, -0.2], reference_logprobs=[0.0, 0.0, -0.3], values=[0.0, 0.0, 0.4], advantages=[0.0, 0.0, -0.0],
-        returns=[0.0, 0.0, 0.7], logprob_scale=[0.0, 0.0, 0.5], entropies=[0.0, 0.0, 1.5],
+        old_logprobs=[0.0, 0.0, -0.2], reference_logprobs=[0.0, 0.0, -0.3], teacher_logprobs=[0.0, 0.0, -0.6],
+        values=[0.0, 0.0, 0.4], advantages=[0.0, 0.0, -0.0], returns=[0.0, 0.0, 0.7], logprob_scale=[0.0, 0.0, 0.5], entropies=[0.0, 0.0, 1.5],
     )  # fmt: skip
     call = ToolCall(tool="python", source="1 / 0", text="it was told", error="ZeroDivisionError", ran=False, frame=(80, 60))
     turn = Turn(
@@ -170,7 +170,7 @@ def test_every_field_is_carried() -> None:
 def test_other_fields_are_another_version() -> None:
     """The fields of all records equal those pinned for VERSION. A change requires a new VERSION."""
     now = {kind: " ".join(field.name for field in fields(kind)) for kind in FIELDS}
-    assert (VERSION, now) == (7, FIELDS), "records of before can no longer be read: raise rollout_codec.VERSION, and pin the fields here"
+    assert (VERSION, now) == (8, FIELDS), "records of before can no longer be read: raise rollout_codec.VERSION, and pin the fields here"
 
 
 def test_a_reader_may_do_without_pictures() -> None:
