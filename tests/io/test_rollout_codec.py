@@ -29,7 +29,7 @@ FIELDS = {
     JudgeResult: "judge prompt value turn wall_s reasoning",
     Image: "pil patch_PC grid key merge",
 }
-"""Fields of the records in version 7."""
+"""Fields of the records in version 8."""
 PICTURE = pil.new("RGB", (28, 28), (1, 2, 3))
 NUMBERS = st.floats()
 TEXT = st.text(st.characters())
@@ -129,7 +129,8 @@ def full() -> Rollout:
     context = TokenSequence(
         token_ids=[5, 6, 7], loss_mask=[0, 0, 1], rollout_logprobs=[0.0, 0.0, -0.1], weight_versions=[-1, -1, 4], images=[image],
         old_logprobs=[0.0, 0.0, -0.2], reference_logprobs=[0.0, 0.0, -0.3], teacher_logprobs=[0.0, 0.0, -0.6],
-        values=[0.0, 0.0, 0.4], advantages=[0.0, 0.0, -0.0], returns=[0.0, 0.0, 0.7], logprob_scale=[0.0, 0.0, 0.5], entropies=[0.0, 0.0, 1.5],
+        values=[0.0, 0.0, 0.4], advantages=[0.0, 0.0, -0.0],
+        returns=[0.0, 0.0, 0.7], logprob_scale=[0.0, 0.0, 0.5], entropies=[0.0, 0.0, 1.5],
     )  # fmt: skip
     call = ToolCall(tool="python", source="1 / 0", text="it was told", error="ZeroDivisionError", ran=False, frame=(80, 60))
     turn = Turn(
@@ -191,8 +192,8 @@ def test_numbers_of_others_become_ours() -> None:
 
 DAMAGED: dict[str, tuple[tuple, object]] = {
     "turns\\[0\\].action_start: 3: not within the span \\(2, 3\\)": (("turns", 0, "action_start"), 3),
-    "version: 1: this program reads 7": (("version",), 1),
-    "version: None: this program reads 7": (("version",), None),
+    "version: 1: this program reads 8": (("version",), 1),
+    "version: None: this program reads 8": (("version",), None),
     "rollout: \\['new'\\]: no such field": (("new",), 1),
     "rollout.reward: 'nan': not a number": (("reward",), "nan"),
     "rollout.reward: True: not a number": (("reward",), True),
