@@ -25,7 +25,7 @@ from tests.support.packed_example import make_example_items
 from tests.support.teacher_layouts import CASES
 
 pytestmark = pytest.mark.timeout(900)
-ONE, FOUR = ["1,1,1,0,none,odd"], ["4,1,1,1,full,odd", "2,2,1,0,none,odd", "1,2,2,0,none,odd"]
+ONE, FOUR = ["1,1,1,0,none,odd"], ["4,1,1,1,full,odd", "1,2,2,0,none,odd"]
 
 
 @pytest.fixture(scope="module")
