@@ -75,5 +75,7 @@ def add_teacher_rewards(rollouts: Sequence[Rollout], *, coef: float) -> None:
         if not rollout.is_trained_on:
             continue
         for sequence in rollout.sequences:
+            if not any(sequence.loss_mask):  # such a sequence is not packed, so that its columns are empty
+                continue
             columns = zip(sequence.advantages, sequence.teacher_logprobs, sequence.old_logprobs, sequence.loss_mask, strict=True)
             sequence.set_column("advantages", [a + coef * (teacher - old) * mask for a, teacher, old, mask in columns])

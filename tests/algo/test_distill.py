@@ -10,6 +10,7 @@ from megatron_rl.algo.distill import ESTIMATES, add_teacher_rewards, check_disti
 from megatron_rl.algo.divergences import DIVERGENCES
 from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.config import AlgoSettings, DistillSettings
+from megatron_rl.types import TokenSequence
 from tests.support.random_loss_inputs import make_loss_inputs, make_tensor
 from tests.support.rollout_factory import make_rollout
 
@@ -59,6 +60,7 @@ def test_rewards_of_the_teacher_by_hand() -> None:
     """Each sampled token's advantage changes by coef * (teacher logprob - old logprob); observed
     tokens keep 0, and rollouts that are not trained on are left alone."""
     trained, filtered = make_rollout(0, 1.0, lengths=(2,)), make_rollout(0, 0.0, lengths=(2,))
+    observed = TokenSequence(token_ids=[5, 6], loss_mask=[0, 0])
     filtered.filter_reason = "surplus"
     for rollout in (trained, filtered):
         (sequence,) = rollout.sequences
@@ -68,7 +70,10 @@ def test_rewards_of_the_teacher_by_hand() -> None:
             for place, value in zip(places, values, strict=True):
                 numbers[place] = value
             sequence.set_column(column, numbers)
+    observed.set_column("advantages", [0.0, 0.0])  # no model read this sequence: it has no sampled tokens
+    trained.sequences.append(observed)
     add_teacher_rewards([trained, filtered], coef=0.1)
+    assert observed.advantages == [0.0, 0.0]
     sampled = [[a for a, mask in zip(s.advantages, s.loss_mask, strict=True) if mask] for r in (trained, filtered) for s in r.sequences]
     assert sampled == [pytest.approx([2.05, 1.8], abs=1e-15), [2.0, 2.0]]
     assert math.fsum(trained.sequences[0].advantages) == pytest.approx(3.85, abs=1e-15)
