@@ -74,7 +74,7 @@ def test_rewards_of_the_teacher_by_hand() -> None:
     trained.sequences.append(observed)
     add_teacher_rewards([trained, filtered], coef=0.1)
     assert observed.advantages == [0.0, 0.0]
-    sampled = [[a for a, mask in zip(s.advantages, s.loss_mask, strict=True) if mask] for r in (trained, filtered) for s in r.sequences]
+    sampled = [[a for a, mask in zip(s.advantages, s.loss_mask, strict=True) if mask] for r in (trained, filtered) for s in r.sequences[:1]]
     assert sampled == [pytest.approx([2.05, 1.8], abs=1e-15), [2.0, 2.0]]
     assert math.fsum(trained.sequences[0].advantages) == pytest.approx(3.85, abs=1e-15)
 
