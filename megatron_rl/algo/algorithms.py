@@ -37,6 +37,8 @@ class Algorithm:
     """True if advantages use a critic's values. If true, the critic is trained on the returns that
     `advantage_fn` computes.
     """
+    needs_teacher: bool = False
+    """True if only a teacher changes the policy (distill.teacher)."""
     supports_turn_credit: bool = False
     """True if values of algo.turn_credit other than broadcast are supported."""
     supports_dual_clip: bool = False
@@ -73,7 +75,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         advantage_fn=advantages.grpo, policy_loss=policy_losses.sapo, supports_turn_credit=True, clip_bounds=policy_losses.no_bounds
     ),
     "gmpo": Algorithm(advantage_fn=advantages.grpo, policy_loss=policy_losses.gmpo, clip_bounds=policy_losses.log_ratio_bounds),
-    "distill": Algorithm(advantage_fn=advantages.no_advantage, needs_group=False, supports_dual_clip=True),
+    "distill": Algorithm(advantage_fn=advantages.no_advantage, needs_group=False, needs_teacher=True, supports_dual_clip=True),
     "dppo": Algorithm(
         advantage_fn=advantages.grpo, policy_loss=policy_losses.dppo, supports_turn_credit=True, clip_bounds=policy_losses.dppo_bounds
     ),

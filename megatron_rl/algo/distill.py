@@ -26,11 +26,11 @@ class DistillTerm:
     """Function (loss inputs) -> divergence of each row [R], or an estimate of it, with gradient."""
 
 
-def check_distill(distill: DistillSettings, *, algorithm: str) -> None:
-    """Raise ValueError if the divergence is unknown or algo=distill has no teacher."""
+def check_distill(distill: DistillSettings, *, needs_teacher: bool) -> None:
+    """Raise ValueError if the divergence is unknown, or if a required teacher is missing."""
     require_choice("distill.divergence", distill.divergence, tuple(DIVERGENCES))
-    if algorithm == "distill" and not distill.teacher:
-        raise ValueError("distill.teacher is empty, and algo=distill learns from a teacher alone; name a model directory")
+    if needs_teacher and not distill.teacher:
+        raise ValueError("distill.teacher is empty, but this algorithm learns from a teacher alone; name a model directory")
 
 
 def compute_distill_coef(distill: DistillSettings, *, step: int) -> float:

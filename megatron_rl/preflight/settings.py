@@ -82,7 +82,7 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
         for key, value in asdict(settings.critic).items():
             remedy = f"algo.name={settings.algo.name} has no critic; choose algo=ppo, or leave it out"
             require(value == plain[key], f"critic.{key}", value, remedy)
-    check_distill(settings.distill, algorithm=settings.algo.name)
+    check_distill(settings.distill, needs_teacher=algorithms[settings.algo.name].needs_teacher)
     if settings.distill.teacher:
         _check_teacher(settings, model, world_size)
     if settings.run.epochs == 0:  # otherwise resolve_epochs checks the number of steps

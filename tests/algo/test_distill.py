@@ -112,8 +112,8 @@ def test_bad_settings_are_one_line(given: dict, message: str) -> None:
 def test_settings_without_a_teacher_are_refused() -> None:
     with pytest.raises(ValueError, match=r"distill.coef=0.5: has no effect without distill.teacher"):
         DistillSettings(coef=0.5)
-    with pytest.raises(ValueError, match=r"distill.teacher is empty, and algo=distill"):
-        check_distill(DistillSettings(), algorithm="distill")
+    with pytest.raises(ValueError, match=r"distill.teacher is empty, but this algorithm"):
+        check_distill(DistillSettings(), needs_teacher=ALGORITHMS["distill"].needs_teacher)
     with pytest.raises(ValueError, match=r"distill.divergence=chi2: .*reverse_kl, forward_kl, jsd"):
-        check_distill(DistillSettings(teacher="t", divergence="chi2"), algorithm="grpo")
+        check_distill(DistillSettings(teacher="t", divergence="chi2"), needs_teacher=ALGORITHMS["grpo"].needs_teacher)
     assert set(DIVERGENCES) == {"reverse_kl", "forward_kl", "jsd"}
