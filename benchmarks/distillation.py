@@ -1,4 +1,4 @@
-r"""GRPO and on-policy distillation on NumberLine, from the same warm start and for as many episodes.
+r"""GRPO and on-policy distillation on NumberLine, with equal starts and numbers of episodes.
 
     .venv/bin/python benchmarks/distillation.py --out runs/distillation  # missing runs, the table
     .venv/bin/python benchmarks/distillation.py --out runs/distillation --cells distill --seeds 0

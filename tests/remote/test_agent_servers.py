@@ -155,7 +155,7 @@ def logprobs_of(model: torch.nn.Module, sequence: TokenSequence, renderer: Rende
 def test_a_killed_stale_run_trains_on_every_prompt_once(
     servers: tuple[str, ...], random_model: Path, questions: Path, tmp_path: Path
 ) -> None:
-    """Both ranks are killed while agents of the next step are running, whose prompts are sampled
+    """Both ranks are killed while agents of the next step are running; its prompts are sampled
     again by the next attempt.
     """
     folder, temporary = tmp_path / "run", tmp_path / "tmp"

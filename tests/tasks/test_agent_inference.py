@@ -71,7 +71,7 @@ class Served:
             return await client.post(f"{self.address}/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"})
 
     async def declare(self, size: int) -> httpx.Response:
-        """Send the header of a request whose body has `size` bytes, and return the response."""
+        """Send the header of a request with a body of `size` bytes, and return the response."""
         url = httpx.URL(self.address)
         reader, writer = await asyncio.open_connection(url.host, url.port)
         lines = ("POST /v1/chat/completions HTTP/1.1", f"Host: {url.host}", f"Authorization: Bearer {TOKEN}")

@@ -1,4 +1,4 @@
-"""Tests agents whose command runs in the sandbox: what they reach, and what they cannot reach. The
+"""Agents with a command in the sandbox: what they reach, and what they cannot reach. The
 same agent without the sandbox reaches everything, so the attacks work.
 """
 
@@ -38,7 +38,7 @@ def renderer(random_model: Path) -> Renderer:
 
 @dataclass
 class Targets:
-    """What the agent attacks."""
+    """Files, ports and processes that the agent attacks."""
 
     files: list[str]
     folders: list[str]

@@ -67,7 +67,7 @@ def server() -> Iterator[Server]:
             self.wfile.write(body)
 
         def send_long(self, body: bytes) -> None:
-            """Send JSON whose end never matters, until the client closes the connection."""
+            """Send JSON without an end until the client closes the connection."""
             num = 0
             try:
                 self.wfile.write(body[:-4])

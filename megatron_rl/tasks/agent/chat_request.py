@@ -141,7 +141,7 @@ class ChatResponse:
     size: ResponseSize | None
     """Numbers of tokens; None if unknown."""
     history: str = ""
-    """How the tokens of the prompt were obtained (inference.py); empty if not reported."""
+    """Source of the prompt's tokens (inference.py); empty if not reported."""
     ignored: tuple[str, ...] = ()
     """Settings of the request that had no effect; empty if not reported."""
 

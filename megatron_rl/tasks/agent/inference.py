@@ -42,7 +42,7 @@ SEED_STRIDE = 0x9E3779B1
 EXTRA_FILES = 128
 """Number of file descriptors that are reserved for the engine, threads and the log."""
 CONTINUED, NEW, DROPPED = "continued", "new", "dropped"
-"""How the tokens of a prompt were obtained: those of a remembered session continued; a new prompt;
+"""Sources of a prompt's tokens: those of a remembered session continued; a new prompt;
 rendered from its messages, because the session that it continues was dropped.
 """
 ReportFn = Callable[[str], None]
