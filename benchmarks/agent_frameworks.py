@@ -42,8 +42,8 @@ MODEL = ["model.min_pixels=19600", "model.max_pixels=20000", "engine.max_images=
 PASSES = 4
 """Recorded episodes of each start state."""
 REPEATS = {"number_line": 6, "openai_agents": 3, "smolagents": 1, "verifiers": 3}
-"""How often a pass of the SFT stage shows the transcripts of a cell. Those of smolagents are one for
-each request, so there are five times as many.
+"""Number of times that a pass of the SFT stage shows the transcripts of a cell. Those of smolagents
+are one for each request, so there are five times as many.
 """
 SFT = ["experiment=numberline_sft_cpu", "sft.splits=[correct,transcripts]", "sft.steps=[120,160]", "sft.batch_size=32",
        "sft.num_demonstrations=5120", "task.eval_samples=0"]  # fmt: skip
@@ -88,7 +88,8 @@ def task_settings(cell: str, data: Path, url: str) -> list[str]:
         return ["task=number_line"]
     questions = data / "questions.jsonl"
     files = [f"task.data.{split}=[{questions}]" for split in ("train", "eval")]
-    # Two turns more than the game has moves: smolagents ends with a call of final_answer, which it asks for once more.
+    # Two turns more than the game has moves: smolagents ends with a call of final_answer, and asks
+    # for it once more if it is missing.
     return ["task=agent", "task.reward=reported", f"task.options.url={url}", "task.max_turns=12", *files]
 
 

@@ -1,4 +1,4 @@
-"""Published answers and verdicts of MATH-Vision, LogicVista and DynaMath, as their authors store them.
+"""Published answers and verdicts of MATH-Vision, LogicVista and DynaMath in their authors' files.
 
 The files of a folder are recognized by their contents, not by their names or places. A file, a row
 or a value that cannot be read is recorded as one line in `Published.problems` and skipped.
@@ -17,7 +17,7 @@ from megatron_rl.data.benchmarks.benchmark_scores import ItemScore
 MATHVISION_SUFFIX, TOTALS_SUFFIX = ".jsonl", "_result.json"
 ANSWERS_SUFFIX, RESULTS_SUFFIX = "-answers.json", "-accuracy-results.csv"
 REPLY_MARK = "ASSISTANT:"
-"""LogicVista's script scores the text after this mark, if the answer has it (extract_accuracy.py)."""
+"""Mark in an answer; LogicVista's script scores the text after it (extract_accuracy.py)."""
 NUM_VARIANTS = 10
 DYNAMATH_VERDICTS = {"correct": 1.0, "fail": 0.0}
 csv.field_size_limit(1 << 24)
@@ -79,7 +79,7 @@ def read_published(folder: Path) -> Published:
 
 
 def _read_mathvision(path: Path, found: Published) -> None:
-    """Read lines with `id`, `response` and `correct`; other JSON lines, such as questions, are left out."""
+    """Read lines with `id`, `response` and `correct`; leave out other lines, such as questions."""
     model, rows = ModelAnswers(), 0
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
@@ -140,7 +140,7 @@ def _read_raw_answers(path: Path, raw_answers: dict[str, dict[str, str]], found:
 
 
 def _add_raw_answers(model: ModelAnswers, answers: Mapping[str, str], name: str, problems: list[str]) -> None:
-    """Use the raw answers of an answer file; where the scored file has another text, it is reported."""
+    """Use the raw answers of an answer file; report where the scored file has another text."""
     changed = 0
     for key, answer in answers.items():
         reply = answer.split(REPLY_MARK)[1] if REPLY_MARK in answer else answer
