@@ -1,8 +1,8 @@
 """Divergence of the policy's token distribution from a teacher's, with vocabulary parallelism.
 
 Logits are never gathered: tensor-parallel ranks reduce sums per row and, with top_k, exchange the
-teacher's K best logits of each row. In shapes, R is the number of rows (sampled tokens), V the number of
-vocabulary entries on this rank, and K the number of top tokens.
+teacher's K best logits of each row. In shapes, R is the number of rows (sampled tokens), V the
+number of vocabulary entries on this rank, and K the number of top tokens.
 """
 
 from collections.abc import Callable
