@@ -131,15 +131,17 @@ def check(folders: Folders) -> list[Stage]:
         "algo.rollout_correction=token_tis", *(TINY_RUNS["grpo"] if tiny else ()),
     )  # fmt: skip
     on_device = (*learn, f"run.dir={kit / 'grpo'}")
+    distill = (*learn, f"run.dir={kit / 'distill'}", f"distill.teacher={sft / 'final'}", "distill.coef=0.1")
     on_host = (*learn, f"run.dir={kit / 'grpo_host'}", "parallel.offload_optimizer=true")
     steps = [
         Step("cycle nano, eager", 180, (*RUN, f"{HERE}/cycle.py", "--model", str(nano), "--eager", *("--tiny",) * tiny)),
-        Step("tests/gpu", 120, (*RUN, "-m", "pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider", "--timeout", "120")),
+        Step("tests/gpu", 240, (*RUN, "-m", "pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider", "--timeout", "120")),
         Step("warm start", 160, warm, makes=sft / "final"),
         Step("GRPO, 8 steps", 240, (*on_device, "run.steps=8")),
         Step("GRPO, resume to 10", 180, (*on_device, "run.steps=10")),
         Step("GRPO, optimizer on the host, 4 steps", 180, (*on_host, "run.steps=4")),
         Step("GRPO, optimizer on the host, resume to 5", 180, (*on_host, "run.steps=5")),
+        Step("GRPO with a teacher, 3 steps", 300, (*distill, "run.steps=3")),
     ]
     return [prepare(folders), Stage(steps, background=make_models(folders))]
 
@@ -150,7 +152,7 @@ def measure(folders: Folders) -> list[Stage]:
     group = (*lora, "--recompute", "none", "--group", "2" if folders.tiny else "8")
     large = ("--micro-batch-tokens", "16384")
     real = () if folders.tiny else (*lora, "--image", "560", "--max-model-len", "4096", "--turns", "3")
-    kernels = [Step("conv", 45, (*RUN, f"{HERE}/conv.py", *small)), Step("varlen", 45, (*RUN, f"{HERE}/varlen.py", *small))]
+    kernels = [Step(name, 45, (*RUN, f"{HERE}/{name}.py", *small)) for name in ("conv", "varlen", "swiglu")]
     steps = [
         mfu(folders, "3B18", "--recompute", "none", profiles=True),
         mfu(folders, "3B18", "--recompute", "none", *large),

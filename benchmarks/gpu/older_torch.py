@@ -7,6 +7,10 @@ In torch 2.11, the variable-length attention does not have the argument enable_g
 (torch/nn/attention/varlen.py). The kernel of torch 2.11 supports fewer key/value heads than query
 heads even without this argument, so the argument is dropped. If the installed torch version has the
 argument, nothing is changed.
+
+In torch 2.11, a concatenation of up to eight tensors is always compiled to one loop with masked
+loads. The option max_complex_pointwise_cat_inputs of torch 2.13 is emulated: it is removed from the
+options of torch.compile, and the limit of eight is lowered to zero if max_pointwise_cat_inputs is 0.
 """
 
 import argparse
@@ -17,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._inductor
+from torch._inductor import config, lowering
 from torch.nn.attention import varlen
 
 
@@ -31,6 +37,27 @@ def understood(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return call
 
 
+def accept_cat_options() -> None:
+    """Give torch.compile the option max_complex_pointwise_cat_inputs if it lacks it."""
+    if "max_complex_pointwise_cat_inputs" in torch._inductor.list_options():
+        return
+    compiled, cat = torch.compile, inspect.unwrap(lowering.lowerings[torch.ops.aten.cat.default])
+    masked = cat.__code__
+    separate = masked.replace(co_consts=tuple(0 if value == 8 else value for value in masked.co_consts))
+    lowered = lowering.lowerings[torch.ops.aten.cat.default]
+
+    def lower_cat(*given: object, **named: object) -> object:
+        cat.__code__ = masked if config.max_pointwise_cat_inputs else separate
+        return lowered(*given, **named)
+
+    def compile_with(*given: object, options: dict[str, object] | None = None, **named: object) -> object:
+        kept = {key: value for key, value in (options or {}).items() if key != "max_complex_pointwise_cat_inputs"}
+        return compiled(*given, options=kept or None, **named)
+
+    lowering.lowerings[torch.ops.aten.cat.default] = lowering.lowerings[torch.ops.aten.cat] = lower_cat
+    torch.compile = compile_with
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the script or module with the adapted kernel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -40,6 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not given.words:
         parser.error("no script or module given")
     varlen.varlen_attn = understood(varlen.varlen_attn)
+    accept_cat_options()
     sys.argv = given.words
     if given.m:
         runpy.run_module(given.words[0], run_name="__main__", alter_sys=True)

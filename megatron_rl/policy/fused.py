@@ -9,9 +9,10 @@ embedding would have to be compiled.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.fusions import fused_bias_swiglu
 from torch import nn
 from torch.nn.functional import linear, pad, rms_norm, silu
 
@@ -49,7 +50,7 @@ def fused_gated_mlp(x: torch.Tensor, gate: nn.Linear, up: nn.Linear, down: nn.Li
     The padding does not change the result, because silu(0) * 0 = 0.
     """
     bias = torch.cat([_pad_rows(gate.bias), _pad_rows(up.bias)])
-    gated = bias_swiglu_impl(_RebuiltLinear.apply(x, bias, _stack_padded, gate.weight, up.weight), None)
+    gated = fused_swiglu(_RebuiltLinear.apply(x, bias, _stack_padded, gate.weight, up.weight))
     return _RebuiltLinear.apply(gated, down.bias, _pad_columns, down.weight)
 
 
@@ -110,10 +111,39 @@ def _rotate(q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_TD: torch.Tensor, sin_
 _rotate_on_gpu = torch.compile(_rotate, dynamic=True)
 
 
-def fuses_activation() -> bool:
-    """Return True if Megatron's fused SwiGLU is used.
+def fused_swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up [..., F], where gate and up are the halves of x [..., 2F].
 
-    Megatron's SwiGLUFunction (megatron-core 0.16.1, fusions/fused_bias_swiglu.py) is compiled into
-    two kernels by torch.compile.
+    Only `x` is saved for the backward pass, and each pass is one kernel.
     """
+    return _SwiGLU.apply(x)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Megatron's SwiGLUFunction (megatron-core 0.16.1) with another backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:  # noqa: ANN001
+        ctx.save_for_backward(x)
+        return fused_bias_swiglu.swiglu(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:  # noqa: ANN001
+        return swiglu_gradient(grad, *ctx.saved_tensors)
+
+
+@partial(torch.compile, options={"max_pointwise_cat_inputs": 0, "max_complex_pointwise_cat_inputs": 0})
+def swiglu_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of x [..., 2F] from the gradient of fused_swiglu(x) [..., F].
+
+    With the default options, torch.compile writes both halves in one loop over 2F columns, which
+    evaluates both formulas for each column. With these options, it loops over F columns.
+    """
+    gate, up = x.chunk(2, -1)
+    sigmoid = torch.sigmoid(gate)
+    return torch.cat((grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid), -1)
+
+
+def fuses_activation() -> bool:
+    """Return True if the activation of an MLP is computed by fused kernels."""
     return torch.cuda.is_available()

@@ -13,6 +13,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -25,7 +26,7 @@ from megatron_rl.models.mrope import interleave_sections
 from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.attention import PackedCoreAttention, Segments, SharedPromptParams
 from megatron_rl.policy.deepstack import DeepStack, add_to_layer, split_embeddings
-from megatron_rl.policy.fused import fused_rms_norm, fuses_activation
+from megatron_rl.policy.fused import fused_rms_norm, fused_swiglu, fuses_activation
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.lora import adapt_layers
 from megatron_rl.policy.parallel import Layout
@@ -51,6 +52,19 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` normalized over its last dimension, in the dtype of `x`."""
         return fused_rms_norm(x, self.weight, self.eps)
+
+
+class FusedMLP(MLP):
+    """Replacement for the forward pass of Megatron's gated MLP, with fused.fused_swiglu.
+
+    The MLP has no biases. On a GPU, ModelChunk changes the class of the decoder's MLPs to this
+    class.
+    """
+
+    def forward(self, hidden_states: torch.Tensor, per_token_scale: None = None, **_: object) -> tuple[torch.Tensor, None]:
+        """Return the MLP's output and, in place of a bias, None."""
+        gate_up, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(fused_swiglu(gate_up))[0], None
 
 
 def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
@@ -182,6 +196,9 @@ class ModelChunk(MegatronModule):
             scatter_embedding_sequence_parallel=False,
             vp_stage=number if layout.vpp > 1 else None,
         )
+        if fuses_activation() and not self.uses_transformer_engine:
+            for layer in self.language.decoder.layers:
+                cast("nn.Module", layer.mlp).__class__ = FusedMLP
         self.vision = build_vision_tower(spec, layout, dtype, lora=lora) if self.pre_process else None
         for layer in range(spec.vision.num_deepstack_layers if self.pre_process else 0):
             self.language.decoder.layers[layer].register_forward_hook(partial(add_to_layer, layer), with_kwargs=True)

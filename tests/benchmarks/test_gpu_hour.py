@@ -13,6 +13,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch._inductor
+from torch._inductor import config, lowering
 from torch.nn.attention import varlen as torchs
 
 from megatron_rl.config import ModelSettings, ParallelSettings
@@ -62,6 +64,13 @@ def test_none_is_left_out() -> None:
     tested = Path(__file__).read_text()
     scripts = [path.stem for path in FOLDER.glob("*.py") if "def main(" in path.read_text()]
     assert scripts and not [name for name in scripts if not re.search(rf'"{name}(\.py)?"', tested)]
+
+
+def test_swiglu(said: Callable[..., list[list[str]]]) -> None:
+    """Both kernels have the error of bfloat16, below 1e-2; a copy has none."""
+    (_, *kernels), copied = said("swiglu", "--tiny")[:3], said("swiglu", "--tiny")[3]
+    assert [row[0] for row in kernels] == ["Megatron-Core", "this project"] and copied[::3] == ["copy", "-"]
+    assert all(0 < float(row[3]) < 1e-2 for row in kernels)
 
 
 def test_conv(said: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +274,29 @@ def test_older_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     older.main([str(tmp_path / "own.py"), "-x", "1"])
     older.main(["-m", "own", "-x", "2"])
     assert capsys.readouterr().out == "__main__ ['-x', '1'] (3, 1, 0)\n__main__ ['-x', '2'] (3, 1, 0)\n"
+
+
+def test_older_torch_compiles_with_the_options_of_the_pinned_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch.compile lacks the option for concatenations, the option is dropped, and the limit
+    of the lowering is zero while max_pointwise_cat_inputs is 0."""
+    older, limits = script("older_torch"), []
+
+    def lower() -> None:
+        limits.append(8)
+
+    monkeypatch.setattr(torch, "compile", lambda function, options: options)
+    for key in (torch.ops.aten.cat, torch.ops.aten.cat.default):
+        monkeypatch.setitem(lowering.lowerings, key, lower)
+    given = {"max_pointwise_cat_inputs": 0, "max_complex_pointwise_cat_inputs": 0}
+    older.accept_cat_options()
+    assert torch.compile(lower, options=given) == given and lowering.lowerings[torch.ops.aten.cat] is lower, "the pinned one has the option"
+    monkeypatch.setattr(torch._inductor, "list_options", list)
+    older.accept_cat_options()
+    assert torch.compile(lower, options=given) == {"max_pointwise_cat_inputs": 0}
+    with config.patch(max_pointwise_cat_inputs=0):
+        lowering.lowerings[torch.ops.aten.cat]()
+    lowering.lowerings[torch.ops.aten.cat.default]()
+    assert limits == [0, 8]
 
 
 def test_the_parts_of_the_hour(tmp_path: Path) -> None:

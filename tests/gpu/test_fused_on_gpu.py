@@ -5,8 +5,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_rl.algo.divergences import DIVERGENCES
+from megatron_rl.config import DistillSettings
 from megatron_rl.memory_plan.activations import VALUES_PER_LOGIT
-from megatron_rl.policy.fused import gated_mlp, rotate
+from megatron_rl.policy.divergence import VocabDivergence
+from megatron_rl.policy.fused import fused_swiglu, gated_mlp, rotate
 from megatron_rl.policy.logprobs import TokenDistribution, vocab_parallel_logprobs
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +49,43 @@ def test_the_gated_mlp_is_plain_torchs(width: int) -> None:
         out = gated_mlp(given, *layers)
         found.append([out, *torch.autograd.grad(out.double().square().sum(), [given, *layers.parameters()])])
     assert_near(*found, bound=2e-2)
+
+
+@pytest.mark.parametrize("width", [48, 2752])
+def test_the_activation_is_plain_torchs(width: int) -> None:
+    """The result and the gradient equal those in float64 up to one rounding to bfloat16, for two
+    numbers of tokens."""
+    for tokens in (300, 301):
+        inputs = torch.randn(tokens, 1, 2 * width, dtype=torch.float64).bfloat16()
+        weight, found = torch.randn(tokens, 1, width).bfloat16(), []
+        for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float64)):
+            x = inputs.to(device, dtype).requires_grad_()
+            gate, up = x.chunk(2, -1)
+            out = fused_swiglu(x) if x.is_cuda else torch.nn.functional.silu(gate) * up
+            found.append([out, *torch.autograd.grad(out, x, weight.to(device, dtype))])
+        assert_near(*found, bound=3e-3)
+
+
+@pytest.mark.parametrize(("name", "top_k"), [("reverse_kl", 0), ("jsd", 64)])
+def test_divergences_are_those_of_a_cpu(world: None, name: str, top_k: int) -> None:
+    """Divergences from a teacher near the policy, and their gradients, equal those of a CPU.
+
+    Both are computed in fp32. If the two distributions have hardly a token in common, gradients
+    cancel, and a relative bound on them would mean nothing.
+    """
+    logits = 3 * torch.randn(64, VOCABULARY)
+    teacher = logits + torch.randn(64, VOCABULARY)
+    banned, found = torch.zeros(VOCABULARY, dtype=torch.bool), []
+    banned[-9:] = True
+    settings, weight = DistillSettings(teacher="unused", divergence=name), torch.randn(64)
+    for device in ("cuda", "cpu"):
+        divergence = VocabDivergence(
+            terms=DIVERGENCES[name](settings), banned_V=banned.to(device), temperature=0.9, group=dist.group.WORLD, top_k=top_k
+        )
+        given = logits.to(device).requires_grad_()
+        value = divergence(given, teacher.to(device))
+        found.append([value, *torch.autograd.grad((weight.to(device) * value).sum(), given)])
+    assert_near(*found, bound=1e-5)
 
 
 def test_logprobs_are_plain_torchs(world: None) -> None:

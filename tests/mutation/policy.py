@@ -165,6 +165,13 @@ MUTANTS = (
         "tests/policy/test_fused.py -k gated_mlp",
     ),
     Mutant(
+        "the gradient of SwiGLU lacks the sigmoid's derivative",
+        "megatron_rl/policy/fused.py",
+        "(1 + gate * (1 - sigmoid))",
+        "(1 + 0 * gate * (1 - sigmoid))",
+        "tests/policy/test_fused.py -k activation",
+    ),
+    Mutant(
         "the rotary embedding turns the wrong way",
         "megatron_rl/policy/fused.py",
         "torch.cat((-second, first), -1)",

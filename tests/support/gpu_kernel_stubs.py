@@ -1,6 +1,6 @@
 """Replaces GPU kernels on a CPU, with the results and the saved tensors of the kernels: torch's own
-decomposition of its fused norm, Megatron's SwiGLUFunction and this project's compiled functions
-without compilation, and attention over gathered keys.
+decomposition of its fused norm, the compiled functions of Megatron and of this project without
+compilation, and attention over gathered keys.
 
 Each kernel is a single operation for dispatch modes; its temporary tensors are not visible to them.
 """
@@ -107,6 +107,5 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vision, "gated_mlp", fused.fused_gated_mlp)
     monkeypatch.setattr(logprobs, "_EAGER", tuple(map(run_unwatched, logprobs._EAGER)))
     monkeypatch.setattr(transformer, "fuses_activation", lambda: True)
-    plain = fused_bias_swiglu.swiglu._torchdynamo_orig_callable, fused_bias_swiglu.swiglu_back._torchdynamo_orig_callable
-    monkeypatch.setattr(fused_bias_swiglu, "swiglu", run_unwatched(plain[0]))
-    monkeypatch.setattr(fused_bias_swiglu, "swiglu_back", run_unwatched(plain[1]))
+    monkeypatch.setattr(fused_bias_swiglu, "swiglu", run_unwatched(fused_bias_swiglu.swiglu._torchdynamo_orig_callable))
+    monkeypatch.setattr(fused, "swiglu_gradient", run_unwatched(fused.swiglu_gradient._torchdynamo_orig_callable))

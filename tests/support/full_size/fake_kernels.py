@@ -43,7 +43,7 @@ def swiglu(y: torch.Tensor) -> torch.Tensor:
     return y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
 
 
-def swiglu_back(gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def swiglu_gradient(gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     assert gradient.device == y.device
     return torch.empty_like(y)
 
@@ -64,5 +64,5 @@ def install() -> None:
     """Replace the kernels, for the rest of this process."""
     fused.rms_norm = lambda x, _, weight, eps: Norm.apply(x, weight)
     fused._rotate_on_gpu = Rotation.apply
-    fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = swiglu, swiglu_back
+    fused_bias_swiglu.swiglu, fused.swiglu_gradient = swiglu, swiglu_gradient
     logprobs._COMPILED = (row_peak, row_sums, logit_gradient)
