@@ -355,7 +355,7 @@ def build_context(
     critic = build_critic(settings, layout, patches=patches, num_steps=stage.num_steps) if has_trunk else None
     if critic is not None:
         closing.callback(critic.close)
-    if stage.is_rl and settings.distill.teacher:
+    if settings.distill.teacher:
         policy.teacher = build_teacher(settings, layout, policy, patches=patches)
     record = Run(settings, world, num_steps=stage.num_steps, first_step=state.step, history=state.history)
     closing.callback(record.close)

@@ -1,12 +1,14 @@
 """Supervised fine-tuning on a task's demonstrations.
 
 Policy, packing and optimizer are the same as in RL. The loss is the mean over all tokens of
-assistant messages, except messages whose field "loss" is False.
+assistant messages, except messages whose field "loss" is False. A teacher adds the divergence of
+the policy from it at these tokens.
 """
 
 from collections.abc import Sequence
 
-from megatron_rl.algo.objective import sft_loss
+from megatron_rl.algo.distill import make_distill_term
+from megatron_rl.algo.objective import make_sft_objective
 from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.config import Settings
 from megatron_rl.data.transcript_survey import make_length_check
@@ -18,7 +20,7 @@ from megatron_rl.rollout.task import Task
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.record import Run
 from megatron_rl.run.shutdown import StopSignal
-from megatron_rl.types import Demonstration
+from megatron_rl.types import Demonstration, MicroBatch
 
 MAX_COMPARED = 32
 """Maximum number of transcripts to compare with the prompts of the task."""
@@ -29,9 +31,13 @@ the number of bytes of its resized RGB pixels.
 
 
 def train_sft(
-    settings: Settings, *, task: Task, policy: Policy, renderer: Renderer, run: Run, checkpoints: Checkpoints, stop_signal: StopSignal
-) -> None:
+    settings: Settings, *, task: Task, policy: Policy, renderer: Renderer, run: Run, checkpoints: Checkpoints, stop_signal: StopSignal,
+    teacher_alone: bool,
+) -> None:  # fmt: skip
     """Run the SFT stages in order. Each stage repeats its demonstrations until its last step.
+
+    With `teacher_alone`, the loss is the divergence from the teacher, without the log-likelihood of
+    the demonstrations.
 
     Raises:
         GracefulStop: A stop of the run was requested; raised on every rank.
@@ -62,7 +68,7 @@ def train_sft(
             with run.step_timer("update"):
                 batches = policy.pack(minibatch, max_tokens=settings.batch.micro_batch_tokens)
                 with run.dump_batches_on_error(batches, step=step, load_image_patches=policy.load_image_patches):
-                    metrics = policy.update(batches, sft_loss, step=step)
+                    metrics = update(settings, policy, batches, teacher_alone=teacher_alone, step=step)
             with run.step_timer("checkpoint"):
                 checkpoints.begin_step(step + 1, is_last=step + 1 == sum(sft.steps))
             with run.step_timer("record"):
@@ -73,6 +79,14 @@ def train_sft(
             stop_signal.check()
             if run.stops_early:
                 return
+
+
+def update(settings: Settings, policy: Policy, batches: list[MicroBatch], *, teacher_alone: bool, step: int) -> dict[str, float]:
+    """Run one optimizer update, with the term of a teacher if there is one."""
+    if settings.distill.teacher:
+        policy.logprobs(batches, weights="teacher")  # sets the teacher's hidden states
+    loss = make_sft_objective(distill=make_distill_term(settings.distill, step=step), teacher_alone=teacher_alone)
+    return policy.update(batches, loss, step=step)
 
 
 def prompt_warnings(task: Task, demonstrations: Sequence[Demonstration]) -> list[str]:

@@ -50,10 +50,25 @@ def make_policy_objective(
     return loss
 
 
-def sft_loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
-    """Return the weighted negative log-likelihood for supervised fine-tuning, with its metrics."""
-    loss = -(rows.weight_R * rows.logprob_R).sum()
-    return loss, LossMetrics(sums={"policy/entropy": rows.entropy_R.detach().sum()}, maxima={})
+def make_sft_objective(*, distill: DistillTerm | None = None, teacher_alone: bool = False) -> Loss:
+    """Return the loss function of supervised fine-tuning.
+
+    The loss is the sum over the demonstrations' tokens of weight * (negative log-likelihood +
+    distill_coef * divergence). With a teacher this is distillation on data, the off-policy part of
+    GKD (arXiv 2306.13649, eq. 2); with `teacher_alone`, the first term is left out.
+    """
+    assert distill is not None or not teacher_alone
+
+    def loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
+        loss_R = torch.zeros_like(rows.logprob_R) if teacher_alone else -rows.logprob_R
+        sums = {"policy/entropy": rows.entropy_R.detach().sum()}
+        if distill is not None:
+            divergence_R = distill.divergence(rows)
+            loss_R = loss_R + distill.coef * divergence_R
+            sums |= {"distill/divergence": divergence_R.detach().sum(), "sft/nll": -rows.logprob_R.detach().sum()}
+        return (rows.weight_R * loss_R).sum(), LossMetrics(sums=sums, maxima={})
+
+    return loss
 
 
 @torch.no_grad()

@@ -11,12 +11,13 @@ from megatron_rl.config.checks import require, require_choice
 
 @dataclass(kw_only=True, slots=True)
 class DistillSettings:
-    """Settings of on-policy distillation: the teacher, and its term in the loss or the reward."""
+    """Settings of distillation: the teacher, and its term in the loss or the reward."""
 
     teacher: str = ""
     """Hugging Face directory of the teacher, a model of the policy's family with the same
     tokenizer; its size may differ. Empty trains without a teacher. Combine a teacher with the
-    rewards of any algorithm, or set algo=distill to learn from the teacher alone."""
+    rewards of any algorithm or with the demonstrations of stage=sft, or set algo=distill to learn
+    from the teacher alone."""
     coef: float = 1.0
     """Coefficient of the distillation term; the policy gradient has coefficient 1."""
     final_coef: float = -1.0

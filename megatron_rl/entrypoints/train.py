@@ -103,7 +103,7 @@ def run_sft(settings: Settings, context: TrainerContext) -> RolloutManager:
     policy, run = context.policy, context.run
     parts = {"task": context.task, "renderer": context.renderer, "checkpoints": context.checkpoints, "stop_signal": context.stop}
     report_column_warnings({"eval": context.task.examples("eval")}, log=run.log)
-    train_sft(settings, policy=policy, run=run, **parts)
+    train_sft(settings, policy=policy, run=run, teacher_alone=context.algorithms[settings.algo.name].needs_teacher, **parts)
     rollout_manager = context.build_rollout_manager(settings)
     with run.step_timer("sync"):
         rollout_manager.update_weights(policy.hf_weights(), version=0)

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 import psutil
 
 from megatron_rl.config import Settings
+from megatron_rl.dtypes import torch_dtype
 from megatron_rl.memory_plan.gpu_specs import GB, GPUS_PER_NODE, format_gb
 from megatron_rl.memory_plan.image_memory import plan_image_bytes
 from megatron_rl.memory_plan.rank_shares import ModelShare
+from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
 
 PROCESS_BYTES = 6 * GB
@@ -37,6 +39,8 @@ class HostMemoryPlan:
     """Bytes of a step's images (memory_plan/image_memory.py)."""
     sandbox_bytes: int
     """Bytes of the sandboxes that run code, each counted with its maximum memory."""
+    teacher_hidden_bytes: int = 0
+    """Upper bound on the bytes of the teacher's hidden states of a step's sampled tokens."""
     published_weight_bytes: int = 0
     """Bytes of the last published weights, on the first rank only.
 
@@ -52,7 +56,8 @@ class HostMemoryPlan:
     @property
     def rank_bytes(self) -> int:
         """Number of bytes needed by one rank."""
-        return PROCESS_BYTES + self.optimizer_bytes + self.weight_copy_bytes + self.checkpoint_bytes + self.image_bytes + self.sandbox_bytes
+        of_model = self.optimizer_bytes + self.weight_copy_bytes + self.checkpoint_bytes + self.teacher_hidden_bytes
+        return PROCESS_BYTES + of_model + self.image_bytes + self.sandbox_bytes
 
 
 def plan_host_memory(
@@ -105,5 +110,22 @@ def _plan_rank_host_memory(
     far = held.param_bytes // replicas + held.moment_bytes // 2 * (1 if parallel.offload_optimizer else 3)
     checkpoint = written if settings.checkpoint.background else far
     return HostMemoryPlan(
-        optimizer_bytes=state, weight_copy_bytes=copies, checkpoint_bytes=checkpoint, image_bytes=image_bytes, sandbox_bytes=sandbox_bytes
-    )
+        optimizer_bytes=state, weight_copy_bytes=copies, checkpoint_bytes=checkpoint, image_bytes=image_bytes, sandbox_bytes=sandbox_bytes,
+        teacher_hidden_bytes=_teacher_hidden_bytes(settings, replicas=replicas) if rank_share.teacher_output_bytes else 0,
+    )  # fmt: skip
+
+
+def _teacher_hidden_bytes(settings: Settings, *, replicas: int) -> int:
+    """Return the bytes of the teacher's hidden states on a rank of the last pipeline stage.
+
+    Every episode is assumed to sample as many tokens as it may. In stage=sft, the hidden states of
+    one update exist at a time, and every demonstration is assumed to have the maximum length.
+    """
+    distill, task, batch = settings.distill, settings.task, settings.batch
+    if not distill.has_divergence:
+        return 0
+    num_sequences, longest = settings.sft.batch_size, settings.engine.max_model_len
+    if settings.stage == "rl":
+        num_sequences, longest = batch.prompts_per_step * batch.group_size, task.max_turns * task.max_new_tokens
+    hidden_size = load_known_spec(distill.teacher, key="distill.teacher").hidden_size
+    return -(-num_sequences // replicas) * longest * hidden_size * torch_dtype(settings.model.dtype).itemsize

@@ -86,10 +86,11 @@ def _engine_line(planned: MemoryPlan, settings: Settings) -> str:
 def _host_line(planned: MemoryPlan) -> str:
     host, ranks = planned.host, min(planned.world_size, GPUS_PER_NODE)
     sent = f"weights for remote engines {format_gb(host.published_weight_bytes)} + " if host.published_weight_bytes else ""
+    hidden = f"hidden states of the teacher at most {format_gb(host.teacher_hidden_bytes)}, " if host.teacher_hidden_bytes else ""
     return (
         f"host memory of a node with {ranks} GPUs: up to {format_gb(host.node_bytes(ranks))} = {sent}{ranks} x ("
         f"processes {format_gb(PROCESS_BYTES)}, optimizer {format_gb(host.optimizer_bytes)}, "
-        f"copies of weights {format_gb(host.weight_copy_bytes)}, a checkpoint {format_gb(host.checkpoint_bytes)}, "
+        f"copies of weights {format_gb(host.weight_copy_bytes)}, a checkpoint {format_gb(host.checkpoint_bytes)}, {hidden}"
         f"a step's images at most {format_gb(host.image_bytes)}, sandboxes {format_gb(host.sandbox_bytes)}; "
         "engine.max_images and task.max_pixels bound the images)"
     )

@@ -145,7 +145,10 @@ def _check_critic(settings: Settings, model: ModelSpec, world_size: int) -> None
 
 def _check_teacher(settings: Settings, model: ModelSpec, world_size: int) -> None:
     key, path = "distill.teacher", settings.distill.teacher
-    require(settings.stage == "rl", key, path, "has no effect in stage=sft; leave it out")
+    if settings.stage == "sft":
+        where, support = settings.distill.apply_to, settings.distill.support
+        require(where == "loss", "distill.apply_to", where, "needs rewards, which stage=sft does not have; use loss")
+        require(support != "sampled", "distill.support", support, "needs tokens that the policy samples; in stage=sft, use full or top_k")
     spec = load_known_spec(path, key=key)
     check_same_inputs(spec, model, key=key, path=path)
     check_layout(settings.parallel, spec, world_size, model_label="the teacher")

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
-from megatron_rl.algo.objective import make_policy_objective, sft_loss
+from megatron_rl.algo.distill import DistillTerm, read_divergence
+from megatron_rl.algo.objective import make_policy_objective, make_sft_objective
 from megatron_rl.algo.rollout_correction import CORRECTIONS
 from megatron_rl.algo.thoughts import scale_thought_logprobs
 from megatron_rl.batching import packing
@@ -289,10 +290,25 @@ def test_the_warm_starts_loss_by_hand() -> None:
     """The SFT loss is the weighted negative logprob, and its gradient is minus the weight."""
     # The loss is 1 * 0.5 + 2 * 0.25 = 1; the gradient is minus the weight.
     rows = make_loss_inputs([0.5, 1.75], [0.0, 0.0], weight=[1.0, 2.0], entropy=[0.5, 0.25])
-    loss, metrics = sft_loss(rows)
+    loss, metrics = make_sft_objective()(rows)
     loss.backward()
     assert (loss.item(), rows.logprob_R.grad.tolist()) == (1.0, [-1.0, -2.0])
     assert numbers(metrics) == {"policy/entropy": 0.75}
+
+
+@pytest.mark.parametrize(("teacher_alone", "expected", "gradient"), [(False, 1.0 + 4.5, [-1.0, -2.0]), (True, 4.5, None)])
+def test_a_teachers_term_in_the_warm_start_by_hand(teacher_alone: bool, expected: float, gradient: list[float] | None) -> None:
+    """The divergences 2 and 3.5 with the weights 1 and 2 and the coefficient 0.5 add 0.5 * (2 + 7) =
+    4.5; without the log-likelihood, the tokens' logprobs have no gradient."""
+    rows = make_loss_inputs([0.5, 1.75], [0.0, 0.0], weight=[1.0, 2.0], entropy=[0.5, 0.25])
+    rows = dataclasses.replace(rows, divergence_R=torch.tensor([2.0, 3.5], requires_grad=True))
+    term = DistillTerm(coef=0.5, divergence=read_divergence)
+    loss, metrics = make_sft_objective(distill=term, teacher_alone=teacher_alone)(rows)
+    loss.backward()
+    assert loss.item() == expected
+    assert rows.divergence_R.grad.tolist() == [0.5, 1.0]
+    assert (rows.logprob_R.grad.tolist() if rows.logprob_R.grad is not None else None) == gradient
+    assert numbers(metrics) == {"policy/entropy": 0.75, "distill/divergence": 5.5, "sft/nll": -sum(rows.logprob_R.tolist())}
 
 
 # Effect of each setting ---------------------------------------------------------------------------

@@ -110,6 +110,18 @@ def test_more_staleness_than_engines_hold(random_model: Path) -> None:
     check_settings(settings_of(*given, "engine.max_num_seqs=1"), 4)
 
 
+def test_a_teacher_of_the_warm_start_needs_a_divergence(random_model: Path) -> None:
+    """Without sampled tokens, a teacher gives neither rewards nor estimates."""
+    given = (f"model.path={random_model}", "run.dir=there", "task=number_line", "stage=sft", f"distill.teacher={random_model}")
+    check_settings(settings_of(*given, "distill.divergence=jsd", "distill.support=top_k"), 1)
+    for override, remedy in (
+        ("distill.apply_to=reward", "needs rewards, which stage=sft does not have; use loss"),
+        ("distill.support=sampled", "needs tokens that the policy samples; in stage=sft, use full or top_k"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(f'{override}: {remedy}')}$"):
+            check_settings(settings_of(*given, override), 1)
+
+
 REMOTE = ("engine.mode=server", "engine.urls=[http://a:1,http://b:1]")
 
 

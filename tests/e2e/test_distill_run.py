@@ -9,10 +9,13 @@ from transformers import AutoModelForImageTextToText
 from megatron_rl.config import ModelSettings
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.rollout_store import read_rollouts
+from megatron_rl.registry import build_task
+from megatron_rl.rollout.episode import derive_seed
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import TokenSequence
 from megatron_rl_tools.convert import verify
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
+from tests.contracts.test_configs import settings_of
 from tests.support.game_runs import GAME_OVERRIDES
 
 SMALL = ("batch.prompts_per_step=2", "batch.group_size=2", "task.eval_samples=0", "optim.lr=1e-3")
@@ -33,15 +36,17 @@ def hf_logprobs(teacher: Path, sequences: list[TokenSequence]) -> list[list[floa
     renderer = Renderer(ModelSettings(path=str(teacher), min_pixels=12000, max_pixels=13000))
     model, found = AutoModelForImageTextToText.from_pretrained(teacher, dtype=torch.float32), []
     for sequence in sequences:
-        sequence.images = [
-            renderer.prompt([{"role": "user", "content": [{"type": "image", "image": image.pil}]}]).images[0] for image in sequence.images
-        ]
-        with torch.no_grad():
-            logits = verify.compute_logits(model, sequence, image_token_id=renderer.image_token_id)
-        logits[:, renderer.banned_ids] = float("-inf")
-        logp = logits.log_softmax(-1)
+        logp = banned_to_zero(model, with_patches(sequence, renderer), renderer)
         found.append([logp[t - 1, sequence.token_ids[t]].item() for t, sampled in enumerate(sequence.loss_mask) if sampled])
     return found
+
+
+def with_patches(sequence: TokenSequence, renderer: Renderer) -> TokenSequence:
+    """Return a recorded sequence after adding its images' patches."""
+    sequence.images = [
+        renderer.prompt([{"role": "user", "content": [{"type": "image", "image": image.pil}]}]).images[0] for image in sequence.images
+    ]
+    return sequence
 
 
 def test_the_teacher_rewards_each_token(torchrun, random_model: Path, teacher: Path, tmp_path: Path) -> None:  # noqa: ANN001
@@ -78,6 +83,62 @@ def test_the_teacher_alone_is_a_loss(torchrun, random_model: Path, teacher: Path
     assert [first["loss"], second["loss"]] == pytest.approx([first["distill/divergence"], 0.5 * second["distill/divergence"]], rel=1e-5)
     assert second["distill/divergence"] < first["distill/divergence"]
     assert "nothing learned" not in output and "nothing was learned" not in output
+
+
+def test_adapters_a_critic_and_stale_episodes(torchrun, random_model: Path, teacher: Path, tmp_path: Path) -> None:  # noqa: ANN001
+    """With LoRA, PPO and episodes that go on during updates, the first step's divergence is that of
+    Hugging Face's base model on the recorded tokens: new adapters change nothing. The teacher's
+    weights are not the base's, and the adapters learn from it."""
+    given = ("algo=ppo", "lora.rank=4", "run.max_staleness=1", f"distill.teacher={teacher}", "rollouts.save=all", "run.steps=2")
+    torchrun(2, TRAIN, f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", *GAME_OVERRIDES, *SMALL, *given)
+    rollouts = [each for each in read_rollouts(tmp_path / "run" / "rollouts" / "step_000000.parquet") if each.is_trained_on]
+    renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=12000, max_pixels=13000))
+    sequences = [with_patches(sequence, renderer) for rollout in rollouts for sequence in rollout.sequences]
+    *_, reverse = compare_on(sequences, random_model, teacher, renderer)
+    first, second, *_ = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert first["distill/divergence"] == pytest.approx(reverse, rel=1e-4)
+    assert second["distill/divergence"] < first["distill/divergence"]
+
+
+def test_the_teacher_adds_to_the_warm_start(torchrun, random_model: Path, teacher: Path, tmp_path: Path) -> None:  # noqa: ANN001
+    """The first step's metrics equal the means over the demonstrations' tokens of Hugging Face's
+    negative log-likelihood and KL(teacher || policy), and the loss is their weighted sum; with
+    algo=distill, the loss is the divergence alone."""
+    given = ("distill.divergence=forward_kl", f"distill.coef={COEF}", f"distill.teacher={teacher}", *GAME_OVERRIDES)
+    small = ("stage=sft", f"model.path={random_model}", "sft.steps=[2]", "sft.num_demonstrations=3", "sft.batch_size=3", "optim.lr=1e-3")
+    settings = settings_of(*small, *given, "sft.splits=[correct]", f"run.dir={tmp_path}")
+    renderer = Renderer(settings.model)
+    shown = build_task(settings.task).demonstrations("correct", num=3, seed=derive_seed(settings.run.seed, 0))
+    nll, divergence, _ = compare_on([renderer.transcript(each.messages) for each in shown], random_model, teacher, renderer)
+    for name, algorithm in (("both", "grpo"), ("alone", "distill")):
+        torchrun(2, TRAIN, *small, *given, "sft.splits=[correct]", f"algo={algorithm}", f"run.dir={tmp_path / name}")
+        first, second, *_ = read_metrics(tmp_path / name / "metrics.jsonl")
+        assert [first["sft/nll"], first["distill/divergence"]] == pytest.approx([nll, divergence], rel=1e-5)
+        assert first["loss"] == pytest.approx((nll if name == "both" else 0.0) + COEF * divergence, rel=1e-5)
+        assert second["distill/divergence"] < first["distill/divergence"]
+
+
+def banned_to_zero(model: torch.nn.Module, sequence: TokenSequence, renderer: Renderer) -> torch.Tensor:
+    """Return log-probabilities [T, V] in which the ids that are never sampled have probability 0."""
+    with torch.no_grad():
+        logits = verify.compute_logits(model, sequence, image_token_id=renderer.image_token_id).double()
+    logits[:, renderer.banned_ids] = float("-inf")
+    return logits.log_softmax(-1)
+
+
+def compare_on(sequences: list[TokenSequence], student: Path, teacher: Path, renderer: Renderer) -> tuple[float, float, float]:
+    """Return the means over trained tokens of the student's negative log-likelihood, of
+    KL(teacher || student) and of KL(student || teacher), by Hugging Face's models."""
+    models = [AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32) for folder in (student, teacher)]
+    nll, forward, reverse = [], [], []
+    for sequence in sequences:
+        log_p, log_q = (banned_to_zero(model, sequence, renderer) for model in models)
+        for t in (t for t, trained in enumerate(sequence.loss_mask) if trained):
+            nll.append(-log_p[t - 1, sequence.token_ids[t]].item())
+            p, q = (x[t - 1][log_p[t - 1].isfinite()] for x in (log_p, log_q))
+            forward.append((q.exp() * (q - p)).sum().item())
+            reverse.append((p.exp() * (p - q)).sum().item())
+    return tuple(sum(each) / len(each) for each in (nll, forward, reverse))
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(random_model: Path, tmp_path: Path) -> None:

@@ -4,8 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.config import DistillSettings, ModelSettings, RunSettings, Settings
+from megatron_rl.config import (
+    BatchSettings,
+    DistillSettings,
+    EngineSettings,
+    ModelSettings,
+    RunSettings,
+    Settings,
+    SftSettings,
+    TaskSettings,
+)
 from megatron_rl.memory_plan.gpu_memory import _divergence_bytes
+from megatron_rl.memory_plan.host_memory import plan_host_memory
 from megatron_rl.memory_plan.rank_shares import compute_model_shares
 from megatron_rl.models.known_models import load_known_spec
 
@@ -32,6 +42,32 @@ def test_a_teacher_of_7b_for_a_policy_of_3b(tp: int, pp: int) -> None:
     without = replace(settings, distill=DistillSettings())
     plain = compute_model_shares(load_known_spec(POLICY), without, world_size=tp * pp)
     assert [replace(share, teacher_bytes=0, teacher_output_bytes=0) for share in shares] == plain
+
+
+def test_the_teachers_hidden_states_on_the_host() -> None:
+    """64 episodes of up to 2 * 1,000 sampled tokens on two replicas: 32 * 2,000 rows of 3,584
+    bfloat16 values; the first of two pipeline stages has none, and an estimate from the sampled
+    token needs none. In stage=sft, 12 sequences of up to 4,096 tokens are on two replicas."""
+    settings = Settings(
+        model=ModelSettings(path=POLICY, dtype="bfloat16"), run=RunSettings(dir="there"), distill=DistillSettings(teacher=TEACHER),
+        batch=BatchSettings(prompts_per_step=16, group_size=4), task=TaskSettings(name="vqa", max_turns=2, max_new_tokens=1000),
+        engine=EngineSettings(max_model_len=4096), sft=SftSettings(batch_size=12),
+    )  # fmt: skip
+    model = load_known_spec(POLICY)
+
+    def held(settings: Settings, *, pp: int = 1) -> list[int]:
+        settings = replace(settings, parallel=replace(settings.parallel, pp=pp))
+        shares = compute_model_shares(model, settings, world_size=2 * pp)
+        plans = [plan_host_memory([share], model, settings, world_size=2, uses_sandbox=False) for share in shares]
+        return [plan.teacher_hidden_bytes for plan in plans]
+
+    assert held(settings) == [32 * 2000 * HIDDEN * 2]
+    assert held(settings, pp=2) == [0, 32 * 2000 * HIDDEN * 2]
+    assert held(replace(settings, distill=DistillSettings(teacher=TEACHER, support="sampled"))) == [0]
+    assert held(replace(settings, stage="sft")) == [6 * 4096 * HIDDEN * 2]
+    (share,) = compute_model_shares(model, settings, world_size=2)
+    whole = plan_host_memory([share], model, settings, world_size=2, uses_sandbox=False)
+    assert whole.rank_bytes - replace(whole, teacher_hidden_bytes=0).rank_bytes == 32 * 2000 * HIDDEN * 2
 
 
 def test_the_teachers_logits_of_a_chunk() -> None:

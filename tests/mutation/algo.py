@@ -298,6 +298,27 @@ MUTANTS = (
         "tests/algo/test_distill.py",
     ),
     Mutant(
+        "the warm start from a teacher alone keeps the log-likelihood",
+        "megatron_rl/algo/objective.py",
+        "torch.zeros_like(rows.logprob_R) if teacher_alone else -rows.logprob_R",
+        "-rows.logprob_R",
+        "tests/algo/test_objective.py -k teachers_term",
+    ),
+    Mutant(
+        "the warm start forgets the teacher's forward pass",
+        "megatron_rl/sft.py",
+        "    if settings.distill.teacher:\n        policy.logprobs",
+        "    if False:\n        policy.logprobs",
+        "tests/e2e/test_distill_run.py -k warm_start",
+    ),
+    Mutant(
+        "the plan counts the teacher's hidden states of all replicas on each",
+        "megatron_rl/memory_plan/host_memory.py",
+        "-(-num_sequences // replicas) * longest",
+        "num_sequences * longest",
+        "tests/memory_plan/test_teacher.py",
+    ),
+    Mutant(
         "the teacher rewards what it finds improbable",
         "megatron_rl/algo/distill.py",
         "coef * (teacher - old) * mask",
