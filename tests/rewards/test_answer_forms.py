@@ -372,9 +372,7 @@ def test_texts_alone_decide_alike_in_both_directions(truth: list[str], answer: l
         assert any(text.strip("()., $*\n\u200b").isdigit() for text in (normalize_text(one), normalize_text(other)))
     elif not question:
         assert verdict is compare_by_rules(other, one)
-    assert is_mathematics(one) in {True, False} and normalize_text(normalize_text(one)) == normalize_text(
-        normalize_text(normalize_text(one))
-    )
+    assert is_mathematics(one) in {True, False} and normalize_text(normalize_text(one)) == normalize_text(one)
     assert (parse_exact_number(one) is None or read_digit_label(one) is None) and mean_relative_accuracy(one, other) in {
         step / 10 for step in range(11)
     }
