@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, needs_reference
 from megatron_rl.algo.divergences import DIVERGENCES
 from megatron_rl.algo.rollout_correction import mismatch_warnings
-from megatron_rl.config import Settings
+from megatron_rl.config import Settings, TeacherServerSettings
 from megatron_rl.data.data_digests import check_same_data, data_digests
 from megatron_rl.distributed.image_exchange import ImageExchange
 from megatron_rl.distributed.world import World, all_gather_object, default_store, long_timeout_group, raise_on_all_ranks, run_on_rank_zero
@@ -41,6 +41,7 @@ from megatron_rl.rollout.renderer import Renderer, max_inline_pixels
 from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.rollout.server_engine import ServerEngine
 from megatron_rl.rollout.task import Task
+from megatron_rl.rollout.teacher_client import TeacherClient
 from megatron_rl.rollout.vllm.server_api import VllmServer, expected_engine_fingerprint, read_engine_token
 from megatron_rl.rollout.vllm.weight_sender import WeightSender
 from megatron_rl.run.checkpoint_state import CheckpointState, InputDigests
@@ -49,6 +50,7 @@ from megatron_rl.run.directory import ResumeState
 from megatron_rl.run.record import Run
 from megatron_rl.run.shutdown import StopSignal
 from megatron_rl.weights.formats.model_digests import check_same_model, model_digests
+from megatron_rl_sandbox.token import read_token
 
 
 @dataclass(slots=True, frozen=True)
@@ -156,7 +158,7 @@ def build_rollout_manager(
         )
     else:
         engine = build_colocated_engine(settings, renderer, world)
-    return RolloutManager(
+    manager = RolloutManager(
         task,
         engine=engine, renderer=renderer, trainer=trainer,
         collectives=RankCollectives(gather_rollouts=image_exchange.gather_rollouts, all_gather=image_exchange.all_gather),
@@ -164,6 +166,21 @@ def build_rollout_manager(
         generation_settings=generation_settings(settings),
         engine_rank=engine_rank, callbacks=callbacks,
     )  # fmt: skip
+    if settings.stage == "rl" and settings.distill.server.urls:
+        manager.teacher = build_teacher_client(settings.distill.server, renderer)
+    return manager
+
+
+def build_teacher_client(server: TeacherServerSettings, renderer: Renderer) -> TeacherClient:
+    """Build the client of the teacher's servers.
+
+    Raises ValueError if the token file cannot be read.
+    """
+    try:
+        token = read_token(server.token_file) if server.token_file else ""
+    except ValueError as error:
+        raise ValueError(f"distill.server.token_file={error}") from error
+    return TeacherClient(server, image_token_id=renderer.image_token_id, token=token)
 
 
 def make_owner_name(settings: Settings, run_name: str) -> str:

@@ -77,7 +77,7 @@ def shard_minibatches(rollouts: list[Rollout], settings: Settings, policy: Polic
     has a KL, entropy or distillation term.
     """
     algo, batch = settings.algo, settings.batch
-    keeps_all = keep_zero_advantage or algo.kl_coef > 0 or algo.entropy_coef > 0 or bool(settings.distill.teacher)
+    keeps_all = keep_zero_advantage or algo.kl_coef > 0 or algo.entropy_coef > 0 or settings.distill.has_teacher
     cut = cut_minibatches(rollouts, batch, keep_zero_advantage=keeps_all)
     return [policy.shard_across_dp(minibatch, max_tokens=batch.micro_batch_tokens) for minibatch in cut]
 
@@ -97,13 +97,17 @@ def pack_minibatches(
     """Pack this rank's share of each mini-batch into micro-batches.
 
     The micro-batches contain `on_policy_T` if run.max_staleness > 0, and `logprob_scale_T` if
-    algo.thought_logprob_scale is not 1.
+    algo.thought_logprob_scale is not 1. Logprobs of a teacher on servers are already columns of the
+    rollouts.
     """
     packed = [policy.pack_local(shares) for shares in minibatches]
     every = [batch for batches in packed for batch in batches]
     if settings.run.max_staleness > 0:
         for batch in every:
             batch.on_policy_T = (gather_column(rollouts, batch, "weight_versions") == step) & batch.mask_T
+    if settings.distill.server.urls:
+        for batch in every:
+            batch.teacher_logprob_T = gather_column(rollouts, batch, "teacher_logprobs")
     if settings.algo.thought_logprob_scale != 1:
         scale_thought_logprobs(rollouts, settings.algo.thought_logprob_scale)
         for batch in every:

@@ -29,7 +29,7 @@ class DistillTerm:
 def check_distill(distill: DistillSettings, *, needs_teacher: bool) -> None:
     """Raise ValueError if the divergence is unknown, or if a required teacher is missing."""
     require_choice("distill.divergence", distill.divergence, tuple(DIVERGENCES))
-    if needs_teacher and not distill.teacher:
+    if needs_teacher and not distill.has_teacher:
         raise ValueError("distill.teacher is empty, but this algorithm learns from a teacher alone; name a model directory")
 
 
@@ -42,7 +42,7 @@ def compute_distill_coef(distill: DistillSettings, *, step: int) -> float:
 
 def make_distill_term(distill: DistillSettings, *, step: int) -> DistillTerm | None:
     """Return the term of the loss in a step; None if the loss has none."""
-    if not distill.teacher or distill.apply_to != "loss":
+    if not distill.has_teacher or distill.apply_to != "loss":
         return None
     divergence = make_estimate(distill) if distill.support == "sampled" else read_divergence
     return DistillTerm(coef=compute_distill_coef(distill, step=step), divergence=divergence)

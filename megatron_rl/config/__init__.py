@@ -11,7 +11,7 @@ from megatron_rl.config.batch import AGGREGATIONS, BatchSettings
 from megatron_rl.config.checks import require, require_choice
 from megatron_rl.config.client import ClientSettings
 from megatron_rl.config.critic import CriticSettings
-from megatron_rl.config.distill import DistillSettings
+from megatron_rl.config.distill import DistillSettings, TeacherServerSettings
 from megatron_rl.config.evaluation import EvaluationSettings
 from megatron_rl.config.filter import DROPS, ENDS, FilterSettings
 from megatron_rl.config.lewis import ListenerSettings, SpeakerSettings, WeightPublishSettings
@@ -66,6 +66,7 @@ __all__ = [
     "SlurmSettings",
     "SpeakerSettings",
     "TaskSettings",
+    "TeacherServerSettings",
     "ToolSettings",
     "TrackioSettings",
     "WandbSettings",

@@ -4,9 +4,26 @@ The valid divergences are the keys of `DIVERGENCES` in algo/divergences.py.
 """
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 from megatron_rl.config.checks import require, require_choice
+from megatron_rl.config.client import ClientSettings
+
+
+@dataclass(kw_only=True, slots=True)
+class TeacherServerSettings(ClientSettings):
+    """Settings of a teacher that vLLM servers run (vllm serve MODEL --enable-scale-out)."""
+
+    urls: list[str] = field(default_factory=list)
+    """Addresses of servers of the same teacher, e.g. http://teacher:8000; each request goes to the
+    least busy healthy server. Empty means no server."""
+    token_file: str = ""
+    """File with the access token of the servers."""
+
+    def __post_init__(self) -> None:
+        self.check_client("distill.server")
+        remedy = "has no effect without distill.server.urls; set the addresses, or leave it out"
+        require(bool(self.urls) or not self.token_file, "distill.server.token_file", self.token_file, remedy)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -18,6 +35,9 @@ class DistillSettings:
     tokenizer; its size may differ. Empty trains without a teacher. Combine a teacher with the
     rewards of any algorithm or with the demonstrations of stage=sft, or set algo=distill to learn
     from the teacher alone."""
+    server: TeacherServerSettings = field(default_factory=TeacherServerSettings)
+    """Servers of the teacher, in place of distill.teacher. They return the logprobs of sampled
+    tokens only, so distill.apply_to=reward or distill.support=sampled is required."""
     coef: float = 1.0
     """Coefficient of the distillation term; the policy gradient has coefficient 1."""
     final_coef: float = -1.0
@@ -59,14 +79,23 @@ class DistillSettings:
         require(in_loss or self.support == "full", "distill.support", self.support, remedy)
         remedy = "distill.support=sampled estimates reverse_kl and forward_kl; use full or top_k"
         require(self.support != "sampled" or self.divergence != "jsd", "distill.divergence", self.divergence, remedy)
-        for key, default in UNUSED.items() if not self.teacher else ():
+        for key, default in UNUSED.items() if not self.has_teacher else ():
             value, remedy = asdict(self)[key], "has no effect without distill.teacher; name a model directory, or leave it out"
             require(value == default, f"distill.{key}", value, remedy)
+        remedy = "is a second teacher next to distill.server.urls; leave one of them out"
+        require(not (self.teacher and self.server.urls), "distill.teacher", self.teacher, remedy)
+        remedy = "needs more than servers return, the logprobs of given tokens; use sampled, or distill.apply_to=reward"
+        require(not (in_loss and self.server.urls) or self.support == "sampled", "distill.support", self.support, remedy)
+
+    @property
+    def has_teacher(self) -> bool:
+        """True if the policy learns from a teacher, in this process or on servers."""
+        return bool(self.teacher or self.server.urls)
 
     @property
     def rewards_tokens(self) -> bool:
         """True if the teacher changes the advantages of tokens."""
-        return bool(self.teacher) and self.apply_to == "reward"
+        return self.has_teacher and self.apply_to == "reward"
 
     @property
     def has_divergence(self) -> bool:
@@ -74,5 +103,5 @@ class DistillSettings:
         return bool(self.teacher) and self.apply_to == "loss" and self.support != "sampled"
 
 
-UNUSED = {each.name: each.default for each in fields(DistillSettings) if each.name != "teacher"}
+UNUSED = {each.name: each.default for each in fields(DistillSettings) if each.name not in ("teacher", "server")}
 """Default of every setting that has no effect without a teacher."""

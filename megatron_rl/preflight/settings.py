@@ -85,6 +85,8 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
     check_distill(settings.distill, needs_teacher=algorithms[settings.algo.name].needs_teacher)
     if settings.distill.teacher:
         _check_teacher(settings, model, world_size)
+    if settings.distill.server.urls:
+        _check_teacher_server(settings)
     if settings.run.epochs == 0:  # otherwise resolve_epochs checks the number of steps
         check_num_steps(settings)
     check_layout(settings.parallel, model, world_size)
@@ -152,6 +154,13 @@ def _check_teacher(settings: Settings, model: ModelSpec, world_size: int) -> Non
     spec = load_known_spec(path, key=key)
     check_same_inputs(spec, model, key=key, path=path)
     check_layout(settings.parallel, spec, world_size, model_label="the teacher")
+
+
+def _check_teacher_server(settings: Settings) -> None:
+    urls, temperature = settings.distill.server.urls, settings.algo.temperature
+    require(settings.stage == "rl", "distill.server.urls", urls, "needs tokens that the policy samples; in stage=sft, use distill.teacher")
+    remedy = "servers return logprobs at temperature 1; use 1 with distill.server.urls, or distill.teacher"
+    require(temperature == 1, "algo.temperature", temperature, remedy)
 
 
 VISION_KEYS: Mapping[str, Callable[[ModelSpec], int]] = {

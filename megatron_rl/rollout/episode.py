@@ -17,13 +17,15 @@ from megatron_rl.rollout.conversation import Conversation, SequenceLimits, count
 from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.example_fields import example_fields
 from megatron_rl.rollout.task import Env, Task
-from megatron_rl.types import Example, Rollout, Status, StopReason
+from megatron_rl.types import Example, Rollout, Status, StopReason, TokenSequence
 
 T = TypeVar("T")
 TimerFn = Callable[[str], AbstractContextManager[list[str]]]
 """Takes the name of an episode phase and returns a context manager that encloses the phase. Code in
 the phase may append labels, such as a tool's name, to the list that the context manager yields.
 """
+
+TeacherFn = Callable[[Sequence[TokenSequence]], Awaitable[None]]
 
 
 def no_timer(name: str) -> AbstractContextManager[list[str]]:
@@ -67,11 +69,12 @@ def derive_seed(*parts: int) -> int:
 
 async def run_episode(
     task: Task, example: Example, *, conversation: Conversation, settings: EpisodeSettings, group: int, sample_index: int,
-    timer: TimerFn = no_timer,
+    timer: TimerFn = no_timer, teacher: TeacherFn | None = None,
 ) -> Rollout:  # fmt: skip
     """Run one episode, score it and return its rollout.
 
-    If an InfraError occurs, the rollout gets Status.FAILED and no reward.
+    `teacher` adds the logprobs of a teacher to the sequences of a scored episode. If an InfraError
+    occurs, the rollout gets Status.FAILED and no reward.
     """
     rollout = Rollout(
         task=task.name, example_id=example.id, source=example.source, group=group, sample_index=sample_index,
@@ -100,6 +103,9 @@ async def run_episode(
         rollout.reward, rollout.outcome_reward, rollout.reward_terms = score.reward, score.outcome_reward, score.reward_terms
         for turn, worth, gain in zip(rollout.turns, score.step_scores, score.reward_deltas, strict=True):
             turn.step_score, turn.reward_delta = worth, gain
+        if teacher is not None:
+            with timer("teacher"):
+                await teacher(rollout.sequences)
     except InfraError as fault:
         rollout.status, rollout.reason, rollout.reward, rollout.stop_reason = Status.FAILED, str(fault), None, _stop_reason_of(fault)
     finally:

@@ -22,10 +22,13 @@ from megatron_rl.rollout.load_balancer import EngineRank, StartGroupFn
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.scheduler import GenerationSettings, PromptScheduler, ScheduledGroup
 from megatron_rl.rollout.task import Task
+from megatron_rl.rollout.teacher_client import TeacherClient
 from megatron_rl.rollout.work_buffer import DUE, BufferState, StepTarget, WorkBuffer
 from megatron_rl.types import Example, Rollout, StopReason, TokenSequence
 
 T = TypeVar("T")
+TEACHER_PROBE = "one two three"
+"""Text that servers of a teacher must score at startup."""
 _MAX_ATTEMPTS = 3
 MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
 """Minimum and maximum pause in seconds before failed rollouts are retried; the pause doubles with
@@ -107,6 +110,8 @@ class RolloutManager:
         self.task, self.engine, self.renderer, self.trainer = task, engine, renderer, trainer
         self.episode_settings, self.generation_settings = episode_settings, generation_settings
         self.engine_rank, self.collectives, self.callbacks = engine_rank, collectives, callbacks
+        self.teacher: TeacherClient | None = None
+        """Client of a teacher on servers, which scores the tokens of training episodes."""
         self.scheduler = PromptScheduler(lambda: self._examples, settings=generation_settings, episode_settings=episode_settings)
         self.num_stale = 0
         """Number of episodes dropped before the last step because they were too stale for training.
@@ -324,6 +329,7 @@ class RolloutManager:
             rollout = await run_episode(
                 self.task, scheduled.example, conversation=conversation, settings=settings, group=group, sample_index=sample_index,
                 timer=self.callbacks.make_timer(group, sample_index),
+                teacher=self.teacher.add_logprobs if self.teacher is not None and work_buffer is self._work_buffer else None,
             )  # fmt: skip
             rollout.wall_s += failed_s
             if rollout.stop_reason is not StopReason.INFRA_ERROR:
@@ -384,8 +390,14 @@ class RolloutManager:
         return self.engine.busy_s
 
     def start(self) -> None:
-        """Start the task on the leader of each engine."""
-        self.engine.run(self.task.start())
+        """Start the task and the client of a teacher on the leader of each engine."""
+
+        async def starting() -> None:
+            await self.task.start()
+            if self.teacher is not None:
+                await self.teacher.start(self.renderer.tokenizer.encode(TEACHER_PROBE))
+
+        self.engine.run(starting())
 
     def close(self, *, all_ranks: bool = True) -> None:
         """Cancel all episodes, close the task and then the engine.
@@ -401,6 +413,8 @@ class RolloutManager:
         async def ending() -> None:
             await self._work_buffer.cancel_all()
             await self.task.close()
+            if self.teacher is not None:
+                await self.teacher.close()
 
         try:
             if all_ranks:

@@ -121,7 +121,7 @@ class Run:
         self._is_async = settings.run.max_staleness > 0
         self._recorded = {"num_best": settings.rollouts.keep_best, "num_worst": settings.rollouts.keep_worst}
         self._saves_all = settings.rollouts.save == "all"
-        self._has_teacher = bool(settings.distill.teacher)
+        self._has_teacher = settings.distill.has_teacher
         self._reported_examples, self._busy_tracker = set(self.history.bad_examples), EngineBusyCounter()
         self.progress = ProgressDisplay(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
         self.trace = StepTrace(settings.run.trace)

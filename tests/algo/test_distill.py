@@ -1,6 +1,7 @@
 """Terms of distillation by hand, and their expected gradients by enumeration."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.distill import ESTIMATES, add_teacher_rewards, check_distill, compute_distill_coef, make_distill_term
 from megatron_rl.algo.divergences import DIVERGENCES
 from megatron_rl.algo.objective import make_policy_objective
-from megatron_rl.config import AlgoSettings, DistillSettings
+from megatron_rl.config import AlgoSettings, DistillSettings, TeacherServerSettings
 from megatron_rl.types import TokenSequence
 from tests.support.random_loss_inputs import make_loss_inputs, make_tensor
 from tests.support.rollout_factory import make_rollout
@@ -107,6 +108,25 @@ def test_bad_settings_are_one_line(given: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         DistillSettings(teacher="t", **given)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        ({"teacher": "t"}, "distill.teacher=t: is a second teacher next to distill.server.urls; leave one of them out"),
+        ({}, "distill.support=full: needs more than servers return, the logprobs of given tokens; use sampled, or distill.apply_to=reward"),
+        ({"support": "top_k"}, "distill.support=top_k: needs more than servers return"),
+    ],
+)
+def test_settings_that_a_server_cannot_serve(given: dict, refusal: str) -> None:
+    server = TeacherServerSettings(urls=["http://teacher:8000"])
+    for fits in ({"apply_to": "reward"}, {"support": "sampled"}):
+        settings = DistillSettings(server=server, **fits)
+        assert settings.has_teacher and not settings.has_divergence and settings.rewards_tokens == ("apply_to" in fits)
+    with pytest.raises(ValueError, match=f"^{re.escape(refusal)}"):
+        DistillSettings(server=server, **given)
+    with pytest.raises(ValueError, match=r"^distill.server.token_file=key: has no effect without distill.server.urls"):
+        TeacherServerSettings(token_file="key")
 
 
 def test_settings_without_a_teacher_are_refused() -> None:

@@ -25,7 +25,7 @@ BAD = [
 
 def test_what_takes_an_address_is_known() -> None:
     hosts = {f"services.{name}.host" for name in ("judge", "listener", "sandbox", "speaker")}
-    asked = {"task.judge.urls", "task.listener.urls", "task.speaker.urls", "task.sandbox.url"}
+    asked = {"distill.server.urls", "task.judge.urls", "task.listener.urls", "task.speaker.urls", "task.sandbox.url"}
     assert set(ADDRESSES) == {"weight_publish.urls", "engine.urls", "evaluation.urls", *asked, *hosts}
 
 

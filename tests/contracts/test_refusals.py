@@ -122,6 +122,16 @@ def test_a_teacher_of_the_warm_start_needs_a_divergence(random_model: Path) -> N
             check_settings(settings_of(*given, override), 1)
 
 
+def test_a_teacher_on_servers_needs_sampled_tokens_at_temperature_1(random_model: Path) -> None:
+    server = ("distill.server.urls=[http://teacher:8000]", "distill.apply_to=reward")
+    given = (f"model.path={random_model}", "run.dir=there", "task=number_line", *server)
+    check_settings(settings_of(*given, "algo=distill"), 1)
+    with pytest.raises(ValueError, match=r"^algo.temperature=0.7: servers return logprobs at temperature 1"):
+        check_settings(settings_of(*given, "algo.temperature=0.7"), 1)
+    with pytest.raises(ValueError, match=r"^distill.server.urls=\['http://teacher:8000'\]: needs tokens that the policy samples"):
+        check_settings(settings_of(*given, "stage=sft"), 1)
+
+
 REMOTE = ("engine.mode=server", "engine.urls=[http://a:1,http://b:1]")
 
 

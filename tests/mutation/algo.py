@@ -319,6 +319,27 @@ MUTANTS = (
         "tests/memory_plan/test_teacher.py",
     ),
     Mutant(
+        "a server's logprobs are those of the next token",
+        "megatron_rl/rollout/teacher_client.py",
+        "zip(token_ids[1:], reply.prompt_logprobs[1:], strict=True)",
+        "zip(token_ids[:-1], reply.prompt_logprobs[1:], strict=True)",
+        "tests/remote/test_teacher_server.py -k replies",
+    ),
+    Mutant(
+        "a server's logprob that is missing counts as one",
+        "megatron_rl/rollout/teacher_client.py",
+        "if entry and token in entry else math.nan",
+        "if entry and token in entry else 0.0",
+        "tests/remote/test_teacher_server.py -k replies",
+    ),
+    Mutant(
+        "a server may expand images to other tokens",
+        "megatron_rl/rollout/teacher_client.py",
+        "reply.prompt_token_ids != token_ids",
+        "len(reply.prompt_token_ids) < len(token_ids)",
+        "tests/remote/test_teacher_server.py -k replies",
+    ),
+    Mutant(
         "the teacher rewards what it finds improbable",
         "megatron_rl/algo/distill.py",
         "coef * (teacher - old) * mask",

@@ -147,7 +147,7 @@ class GenerateClient:
     ) -> PartialCompletion:
         asked, began = request.token_ids + sampled_ids, time.monotonic()
         body = {
-            "token_ids": self._collapse_image_tokens(asked),
+            "token_ids": collapse_image_tokens(asked, self.special_tokens.image_token_id),
             "content_parts": [await self.image_reference(image, server) for image in request.images] or None,
             "sampling_params": self._sampling_params(request.sampling, len(sampled_ids), most),
             "return_token_ids": True,
@@ -191,17 +191,9 @@ class GenerateClient:
             "detokenize": bool(sampling.stop),
         }
 
-    def _collapse_image_tokens(self, token_ids: list[int]) -> list[int]:
-        """Return the ids with a single placeholder per image.
-
-        The server expands the placeholders.
-        """
-        own, before = self.special_tokens.image_token_id, [None, *token_ids[:-1]]
-        return [token for token, last in zip(token_ids, before, strict=True) if token != own or last != own]
-
     async def image_reference(self, image: Image, server: ServerBackend) -> dict[str, object]:
         """Return an image as a JSON object, without the pixel data if the server has the image."""
-        data = None if image.key in server.known_images else await asyncio.to_thread(_data_url, image)
+        data = None if image.key in server.known_images else await asyncio.to_thread(make_data_url, image)
         return {"type": "image_url", "url": data, "uuid": image.key}
 
 
@@ -278,7 +270,16 @@ def find_stop(token_ids: list[int], before: int, stop: Sequence[str], decode: Ca
     return None
 
 
-def _data_url(image: Image) -> str:
+def collapse_image_tokens(token_ids: list[int], image_token_id: int) -> list[int]:
+    """Return the ids with a single placeholder per image.
+
+    The server expands the placeholders.
+    """
+    before = [None, *token_ids[:-1]]
+    return [token for token, last in zip(token_ids, before, strict=True) if token != image_token_id or last != image_token_id]
+
+
+def make_data_url(image: Image) -> str:
     """Return the image at its final size as a data URL, losslessly encoded."""
     file = io.BytesIO()
     assert image.pil is not None

@@ -1,0 +1,140 @@
+"""Client of vLLM servers that return a teacher's logprobs of a rollout's tokens.
+
+After an episode, each of its sequences is sent once, with its token ids and images, and the server
+returns the logprob of every token under the teacher (prompt logprobs). A teacher that fails is an
+infrastructure error of the episode.
+
+Written against vLLM 0.32.0: entrypoints/scale_out/token_in_token_out/{protocol,serving}.py.
+"""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from pydantic import BaseModel, ValidationError
+
+from megatron_rl.clients.endpoint_pool import Endpoint, EndpointError, EndpointPool, InvalidReply, KeyRefused, RequestRejected, to_one_line
+from megatron_rl.config import TeacherServerSettings
+from megatron_rl.rollout.vllm.client import GENERATE_PATH, collapse_image_tokens, make_data_url
+from megatron_rl.types import TokenSequence
+from megatron_rl_sandbox.bounded_http import DENIED_STATUSES, BoundedClient, NoResponse
+
+CONNECT_TIMEOUT_S = 10.0
+MAX_BYTES_PER_TOKEN, MAX_OTHER_BYTES = 1 << 9, 1 << 20
+"""Limits on the size of a reply in bytes: per token, and for the rest of the reply."""
+MIN_LOGPROB = -9999.0
+"""Value that vLLM returns for a logprob of minus infinity."""
+REJECTED_STATUSES = (400, 404, 405, 413, 422)
+_NO_TOKENS_REMEDY = "start it with vllm serve MODEL --enable-scale-out"
+
+
+class _Logprob(BaseModel):
+    logprob: float
+
+
+class _Reply(BaseModel):
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, _Logprob] | None] | None
+
+
+class TeacherClient:
+    """Client of servers that serve the same teacher."""
+
+    def __init__(self, settings: TeacherServerSettings, *, image_token_id: int, token: str = "") -> None:
+        """Create a client; `token` is the servers' access token."""
+        self._settings, self._image_token_id, self._token = settings, image_token_id, token
+        self._pool = EndpointPool(
+            settings.urls, name="distill.server", max_attempts=settings.max_attempts, timeout_s=settings.timeout_s,
+            outage_timeout_s=settings.outage_timeout_s, concurrency=settings.concurrency,
+        )  # fmt: skip
+
+    async def start(self, probe_ids: list[int]) -> None:
+        """Connect in the running event loop, and request the logprobs of a few tokens.
+
+        Raises:
+            InfraError: No server returns the logprobs; the message names the server and the reason.
+        """
+        self._pool.start()
+        self._http = BoundedClient(token=self._token)
+        await self.score(TokenSequence(token_ids=probe_ids))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.close()
+
+    async def add_logprobs(self, sequences: Sequence[TokenSequence]) -> None:
+        """Set the column teacher_logprobs of each sequence that has sampled tokens.
+
+        Raises:
+            InfraError: All attempts failed.
+            PermanentInfraError: The servers reject a sequence or return unusable replies.
+        """
+        sampled = [sequence for sequence in sequences if any(sequence.loss_mask)]
+        found = await asyncio.gather(*map(self.score, sampled))
+        for sequence, logprobs in zip(sampled, found, strict=True):
+            sequence.set_column("teacher_logprobs", [value * mask for value, mask in zip(logprobs, sequence.loss_mask, strict=True)])
+
+    async def score(self, sequence: TokenSequence) -> list[float]:
+        """Return the teacher's logprob of every token given the tokens before it; 0 for the first.
+
+        Raises the errors of `add_logprobs`.
+        """
+        urls = await asyncio.gather(*(asyncio.to_thread(make_data_url, image) for image in sequence.images))
+        body = {
+            "token_ids": collapse_image_tokens(sequence.token_ids, self._image_token_id),
+            "content_parts": [
+                {"type": "image_url", "url": url, "uuid": image.key} for image, url in zip(sequence.images, urls, strict=True)
+            ] or None,
+            "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False},
+            "return_token_ids": True,
+        }  # fmt: skip
+        return await self._pool.request(partial(self._send, body=body, token_ids=sequence.token_ids))
+
+    async def _send(self, endpoint: Endpoint, *, body: dict[str, object], token_ids: list[int]) -> list[float]:
+        most = MAX_OTHER_BYTES + MAX_BYTES_PER_TOKEN * len(token_ids)
+        url, limit_s = endpoint.url.rstrip("/") + GENERATE_PATH, self._settings.timeout_s
+        try:
+            answer = await self._http.request(
+                "POST", url, body, max_bytes=most, timeout_s=limit_s, connect_timeout_s=CONNECT_TIMEOUT_S
+            )  # fmt: skip
+        except NoResponse as error:
+            raise EndpointError(to_one_line(str(error))) from error
+        said = f"HTTP {answer.status}: {to_one_line(answer.text)}"
+        if answer.status in DENIED_STATUSES:
+            raise KeyRefused(f"HTTP {answer.status}: requires a valid token; set distill.server.token_file=FILE")
+        if answer.status in REJECTED_STATUSES:
+            remedy = f"; {_NO_TOKENS_REMEDY}" if answer.status in (404, 405) else ""
+            raise RequestRejected(said + remedy)
+        if not answer.is_success:
+            raise EndpointError(said)
+        return parse_logprobs(answer.content, token_ids)
+
+
+def parse_logprobs(content: bytes, token_ids: list[int]) -> list[float]:
+    """Return the logprobs of `token_ids` in a reply.
+
+    Raises:
+        InvalidReply: The reply is not a reply of the interface, or a logprob is missing, not
+            finite, or positive.
+        RequestRejected: The server has expanded the images to other tokens, or it returns no
+            logprobs.
+    """
+    try:
+        reply = _Reply.model_validate_json(content)
+    except ValidationError as error:
+        raise InvalidReply(to_one_line(str(error))) from error
+    if reply.prompt_logprobs is None:
+        raise RequestRejected("the server returns no prompt logprobs; use a vLLM server")
+    if reply.prompt_token_ids != token_ids:
+        given = f"the server received {len(reply.prompt_token_ids)} tokens, but {len(token_ids)} were sent"
+        raise RequestRejected(f"{given}: it expands images differently; use the policy's processor and pixel limits")
+    if len(reply.prompt_logprobs) != len(token_ids):
+        raise InvalidReply(f"returned {len(reply.prompt_logprobs)} logprobs for {len(token_ids)} tokens")
+    found = [0.0]
+    for token, entry in zip(token_ids[1:], reply.prompt_logprobs[1:], strict=True):
+        value = entry[token].logprob if entry and token in entry else math.nan
+        if not MIN_LOGPROB < value <= 0.0:
+            raise InvalidReply(f"returned the logprob {value} for token {token}")
+        found.append(value)
+    return found

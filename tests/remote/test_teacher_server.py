@@ -1,0 +1,161 @@
+"""A teacher on a real vLLM server: its logprobs against Hugging Face's model, in a client and in a
+whole run; replies and servers that are refused."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from megatron_rl.clients.endpoint_pool import InvalidReply, RequestRejected
+from megatron_rl.config import ModelSettings, TeacherServerSettings
+from megatron_rl.errors import AccessDenied, InfraError, PermanentInfraError
+from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.observe.rollout_store import read_rollouts
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.rollout.teacher_client import TeacherClient, parse_logprobs
+from megatron_rl.types import TokenSequence
+from megatron_rl_tools.convert import verify
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
+from tests.e2e.test_distill_run import COEF, SMALL, TRAIN, with_patches
+from tests.support.game_runs import GAME_OVERRIDES
+from tests.support.json_server import server_url, start_server, stop_server
+from tests.support.packed_example import make_picture, user_message
+from tests.support.vllm_servers import serve_openai
+
+PIXELS = {"min_pixels": 12000, "max_pixels": 13000}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher") / "random"
+    make_checkpoint(folder, init="random", seed=7, layers=6)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(teacher: Path) -> Iterator[str]:
+    pixels = Renderer(ModelSettings(path=str(teacher), **PIXELS)).final_pixels
+    with serve_openai(teacher, pixels=pixels) as url:
+        yield url.removesuffix("/v1")
+
+
+def hf_logprobs(teacher: Path, sequence: TokenSequence, renderer: Renderer) -> list[float]:
+    """Return the logprob of each token but the first, over the whole vocabulary."""
+    model = AutoModelForImageTextToText.from_pretrained(teacher, dtype=torch.float32)
+    with torch.no_grad():
+        logp = verify.compute_logits(model, sequence, image_token_id=renderer.image_token_id).log_softmax(-1)
+    return logp[:-1].gather(1, torch.tensor(sequence.token_ids[1:])[:, None])[:, 0].tolist()
+
+
+def make_sequence(renderer: Renderer) -> TokenSequence:
+    """Return two turns with two images."""
+    sequence = renderer.prompt([user_message("Look.", make_picture(1, 140, 84)), user_message("And here.", make_picture(2, 84, 140))])
+    sequence.extend([11, 12, 13], logprobs=[-1.0, -1.0, -1.0])
+    sequence.extend([14, 15])
+    sequence.extend([16], logprobs=[-2.0])
+    return sequence
+
+
+def test_logprobs_are_those_of_hugging_face(url: str, teacher: Path) -> None:
+    """Every token's logprob equals Hugging Face's within 1e-4, and only sampled tokens get one."""
+    renderer = Renderer(ModelSettings(path=str(teacher), **PIXELS))
+    client, sequence = TeacherClient(TeacherServerSettings(urls=[url]), image_token_id=renderer.image_token_id), make_sequence(renderer)
+    unsampled = renderer.prompt([user_message("Nothing follows.")])
+
+    async def use() -> list[float]:
+        await client.start(renderer.tokenizer.encode("one two"))
+        await client.add_logprobs([sequence, unsampled])
+        found = await client.score(sequence)
+        await client.close()
+        return found
+
+    found, expected = asyncio.run(use()), hf_logprobs(teacher, sequence, renderer)
+    assert found[0] == 0.0 and found[1:] == pytest.approx(expected, abs=1e-4)
+    assert sequence.teacher_logprobs == [value * mask for value, mask in zip(found, sequence.loss_mask, strict=True)]
+    assert unsampled.teacher_logprobs == []
+
+
+def test_a_run_learns_from_the_server(torchrun, url: str, teacher: Path, random_model: Path, tmp_path: Path) -> None:  # noqa: ANN001
+    """Recorded logprobs of the teacher equal Hugging Face's to 1e-4, and each advantage is that of
+    RLOO plus coef * (teacher logprob - old logprob)."""
+    given = ("distill.apply_to=reward", f"distill.coef={COEF}", f"distill.server.urls=[{url}]", "rollouts.save=all", "run.steps=1")
+    torchrun(2, TRAIN, f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", *GAME_OVERRIDES, *SMALL, "algo=rloo", *given)
+    rollouts = [each for each in read_rollouts(tmp_path / "run" / "rollouts" / "step_000000.parquet") if each.is_trained_on]
+    renderer = Renderer(ModelSettings(path=str(teacher), **PIXELS))
+    sums = {group: sum(r.reward for r in rollouts if r.group == group) for group in {r.group for r in rollouts}}
+    sampled = []
+    for rollout in rollouts:
+        own = 2 * rollout.reward - sums[rollout.group]  # the difference from the other of two rollouts
+        for sequence in rollout.sequences:
+            expected = [0.0, *hf_logprobs(teacher, with_patches(sequence, renderer), renderer)]
+            for place in (place for place, mask in enumerate(sequence.loss_mask) if mask):
+                assert sequence.teacher_logprobs[place] == pytest.approx(expected[place], abs=1e-4)
+                sampled.append(sequence.old_logprobs[place] - expected[place])
+                assert sequence.advantages[place] == pytest.approx(own - COEF * sampled[-1], abs=1e-4)
+    step, *_ = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert len(rollouts) == 4 and step["distill/reverse_kl"] == pytest.approx(sum(sampled) / len(sampled), abs=1e-4)
+
+
+IDS = [5, 6, 7]
+GOOD = {"prompt_token_ids": IDS, "prompt_logprobs": [None, {"6": {"logprob": -0.5}, "9": {"logprob": -0.1}}, {"7": {"logprob": -2.0}}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "remedy"),
+    [
+        ({"prompt_logprobs": None}, RequestRejected, "the server returns no prompt logprobs; use a vLLM server"),
+        (
+            {"prompt_token_ids": [5, 6, 6, 7]},
+            RequestRejected,
+            "received 4 tokens, but 3 were sent: it expands images",
+        ),
+        ({"prompt_logprobs": [None, {"6": {"logprob": -0.5}}]}, InvalidReply, "returned 2 logprobs for 3 tokens"),
+        ({"prompt_logprobs": [None, {"9": {"logprob": -0.1}}, {"7": {"logprob": -2.0}}]}, InvalidReply, "the logprob nan for token 6"),
+        ({"prompt_logprobs": [None, {"6": {"logprob": 0.1}}, {"7": {"logprob": -2.0}}]}, InvalidReply, "the logprob 0.1 for token 6"),
+        (
+            {"prompt_logprobs": [None, {"6": {"logprob": -9999.0}}, {"7": {"logprob": -2.0}}]},
+            InvalidReply,
+            "logprob -9999.0 for token 6",
+        ),
+        ({"prompt_logprobs": [None, None, {"7": {"logprob": -2.0}}]}, InvalidReply, "the logprob nan for token 6"),
+        ({"prompt_token_ids": "5"}, InvalidReply, "prompt_token_ids"),
+    ],
+)
+def test_replies_that_cannot_be_used(change: dict, error: type[Exception], remedy: str) -> None:
+    assert parse_logprobs(json.dumps(GOOD).encode(), IDS) == [0.0, -0.5, -2.0]
+    with pytest.raises(error, match=remedy):
+        parse_logprobs(json.dumps({**GOOD, **change}).encode(), IDS)
+    with pytest.raises(InvalidReply):
+        parse_logprobs(json.dumps(GOOD).encode()[:-9], IDS)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "said"),
+    [
+        (401, AccessDenied, "requires a valid token; set distill.server.token_file=FILE"),
+        (404, PermanentInfraError, "HTTP 404: .*; start it with vllm serve MODEL --enable-scale-out"),
+        (400, PermanentInfraError, "HTTP 400: .*too long"),
+        (500, InfraError, "HTTP 500"),
+    ],
+)
+def test_servers_that_refuse(status: int, kind: type[Exception], said: str) -> None:
+    """A wrong token and a wrong request are not sent again; a failure of the server is."""
+    asked: list[str] = []
+
+    def answer(path: str, body: dict) -> tuple[int, object]:
+        asked.append(path)
+        assert body["sampling_params"]["prompt_logprobs"] == 0
+        return status, {"error": "too long"}
+
+    server = start_server(answer)
+    settings = TeacherServerSettings(urls=[server_url(server)], max_attempts=2, outage_timeout_s=2.0)
+    try:
+        with pytest.raises(kind, match=said) as raised:
+            asyncio.run(TeacherClient(settings, image_token_id=3).start([5, 6]))
+    finally:
+        stop_server(server)
+    assert type(raised.value) is kind and len(asked) == (2 if status == 500 else 1)
