@@ -257,7 +257,7 @@ def loaded() -> dict[str, set[str]]:
             for room in row
         }
         lines = [f"import {', '.join(names)}, json, sys; print(json.dumps([{room!r}, *sys.modules]))" for room, names in modules.items()]
-        command = [sys.executable, "-c", "\n".join(lines)]
+        command = [sys.executable, "-c", "\n".join(["import gc; gc.disable()", *lines])]  # a quarter of the time of imports
         interpreters.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     for interpreter in interpreters:
         said, wrong = interpreter.communicate(timeout=240)

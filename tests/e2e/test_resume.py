@@ -183,56 +183,50 @@ def check_selection(folder: Path, steps: list[dict[str, float]]) -> None:
     assert total == pytest.approx(sum(12 * step["rollout/num_gen_batches"] * step["reward/mean"] for step in steps))
 
 
-def test_killed_twice(warm: Path, unbroken: Path, tmp_path: Path) -> None:
-    """A run is killed during the save of step 3, resumed, killed in step 4, and resumed again; it
-    then equals the uninterrupted run.
+def test_killed_three_times(warm: Path, unbroken: Path, tmp_path: Path) -> None:
+    """A run is killed during the save of step 3, resumed, killed in step 4, resumed, killed in
+    step 5, and resumed again; it then equals the uninterrupted run.
 
     The partial checkpoint of step 3 is ignored, so the second attempt resumes from step 2. It saves
     in the foreground, so that step 4 has begun once the checkpoint of step 3 exists. From the
     second attempt on, the parameters are offloaded between updates: a run may change how it saves
-    and where it computes when it resumes.
+    and where it computes when it resumes. All signs in the checkpoint of step 4 are flipped, so the
+    last attempt resumes from step 3 without help.
     """
     run = tmp_path / "run"
     overrides = (*GRPO, f"model.path={warm / 'final'}", f"run.dir={run}", "checkpoint.every=1")
     kill_when_there_is(run / "checkpoints" / ".step_00000003.partial", begin(*overrides))
     assert names(run) >= {"step_00000002", ".step_00000003.partial"} and "step_00000003" not in names(run)
 
-    second = begin(*overrides, "checkpoint.background=false", "parallel.offload_params=true")
+    foreground = (*overrides, "checkpoint.background=false", "parallel.offload_params=true")
+    second = begin(*foreground)
     kill_when_there_is(run / "checkpoints" / "step_00000003", second)
     said = second.output.read_text()
     assert f"resume: {run}/checkpoints/step_00000002; changed since: checkpoint.background=False (was True), " in said
     assert "step_00000004" not in names(run) and not (run / "final").exists()
 
-    third = (*overrides, "parallel.offload_params=true")
-    assert f"resume: {run}/checkpoints/step_00000003; changed since: checkpoint.background=True (was False)\n" in end(begin(*third))
+    third = begin(*foreground)
+    newest, kept = run / "checkpoints" / "step_00000004", run / "superseded" / "checkpoints" / "step_00000004"
+    kill_when_there_is(newest, third)
+    assert f"resume: {run}/checkpoints/step_00000003\n" in third.output.read_text()
+    num_lines = len(read_metrics(run / "metrics.jsonl"))
+    assert flip_signs(newest) > 3
+
+    last = (*overrides, "parallel.offload_params=true")
+    said = end(begin(*last))
+    moved = f"; moved the checkpoint to {kept}; resuming from step_00000003 and repeating the later steps\n"
+    assert re.search(rf"{newest}: damaged: __0_\d.distcp has the SHA-256 \w{{64}}, not \w{{64}}{moved}", said)
+    assert f"resume: {run}/checkpoints/step_00000003; changed since: checkpoint.background=True (was False)\n" in said
+    assert len(read_metrics(run / "superseded" / "step_00000003" / "metrics.jsonl")) == num_lines - 3
     check_equal(run, unbroken)
     assert {"step_00000005", "step_00000006"} <= names(run) and len(names(run)) <= 3, "the last two and the best"
     evaluation = json.loads((run / "eval.json").read_text())
     assert read_state(run / "checkpoints" / "step_00000006").success == evaluation["greedy_success"]
 
-    assert end(begin(*third)).splitlines()[-1].startswith(f"{run} is finished: greedy {evaluation['greedy_success']:.1%}; ")
+    assert end(begin(*last)).splitlines()[-1].startswith(f"{run} is finished: greedy {evaluation['greedy_success']:.1%}; ")
     remedy = "set run.overwrite=true to move this folder aside"
     told = f"error: run.dir={run}: contains a run with other settings: run.steps=5 (was 6); {remedy}"
-    assert told in end(begin(*third, "run.steps=5"), code=1)
-    check_equal(run, unbroken)
-
-
-def test_wrong_numbers_in_a_checkpoint(warm: Path, unbroken: Path, tmp_path: Path) -> None:
-    """All signs of the newest checkpoint's weights are flipped.
-
-    The run resumes from the previous checkpoint without help and ends equal to the uninterrupted
-    run.
-    """
-    run = tmp_path / "run"
-    overrides = (*GRPO, f"model.path={warm / 'final'}", f"run.dir={run}", "checkpoint.every=1", "checkpoint.background=false")
-    kill_when_there_is(run / "checkpoints" / "step_00000002", begin(*overrides))
-    newest, kept = run / "checkpoints" / "step_00000002", run / "superseded" / "checkpoints" / "step_00000002"
-    num_lines = len(read_metrics(run / "metrics.jsonl"))
-    assert flip_signs(newest) > 3
-    said = end(begin(*overrides))
-    moved = f"; moved the checkpoint to {kept}; resuming from step_00000001 and repeating the later steps\n"
-    assert re.search(rf"{newest}: damaged: __0_\d.distcp has the SHA-256 \w{{64}}, not \w{{64}}{moved}", said)
-    assert len(read_metrics(run / "superseded" / "step_00000001" / "metrics.jsonl")) == num_lines - 1
+    assert told in end(begin(*last, "run.steps=5"), code=1)
     check_equal(run, unbroken)
 
 
@@ -352,7 +346,7 @@ PPO = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("trunk", ["shared", "own"])
+@pytest.mark.parametrize("trunk", [pytest.param("shared", marks=pytest.mark.long), "own"])
 def test_ppo_killed_with_its_critic(trunk: str, warm: Path, tmp_path: Path) -> None:
     """A PPO run is killed after the critic's warm-up of two steps and resumed. It equals an
     uninterrupted run, so the critic, its optimizer moments and its return statistics are restored.

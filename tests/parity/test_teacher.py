@@ -25,7 +25,8 @@ from tests.support.packed_example import make_example_items
 from tests.support.teacher_layouts import CASES
 
 pytestmark = pytest.mark.timeout(900)
-ONE, FOUR = ["1,1,1,0,none,odd"], ["4,1,1,1,full,odd", "1,2,2,0,none,odd"]
+ONE, FOUR = ["1,1,1,0,none,odd"], ["2,2,2,1,full,odd"]
+LONG_IN_FOUR = ["4,1,1,1,full,odd", "1,2,2,0,none,odd"]
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +41,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def results(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
     out = tmp_path_factory.mktemp("layouts")
-    for world, layouts in ((1, ONE), (4, FOUR)):
-        torchrun(world, SUPPORT / "teacher_layouts.py", *models, out, *layouts, timeout_s=400)
-    return {path.stem: torch.load(path, weights_only=True) for path in out.glob("*.pt")}
+    return run_layouts(1, ONE, models, out, torchrun) | run_layouts(4, FOUR, models, out, torchrun)
+
+
+def run_layouts(world: int, layouts: list[str], models: tuple[Path, Path], out: Path, torchrun) -> dict[str, dict]:  # noqa: ANN001
+    torchrun(world, SUPPORT / "teacher_layouts.py", *models, out, *layouts, timeout_s=400)
+    return {layout: torch.load(out / f"{layout}.pt", weights_only=True) for layout in layouts}
 
 
 class Truth:
@@ -116,3 +120,13 @@ def test_every_gradient_is_that_of_hf(layout: str, cut: str, results: dict, trut
         assert gradients.keys() == truth.gradients[name].keys()
         worst = max((relative_error(gradient, truth.gradients[name][key]), key) for key, gradient in gradients.items())
         assert worst[0] <= 1e-5, (name, worst)
+
+
+@pytest.mark.long
+def test_further_layouts(models: tuple[Path, Path], truth: Truth, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
+    """Further layouts pass the same tests; one of them has data-parallel ranks."""
+    results = run_layouts(4, LONG_IN_FOUR, models, tmp_path, torchrun)
+    for layout in LONG_IN_FOUR:
+        test_logprobs_and_divergences_are_those_of_hf(layout, results, truth)
+        for cut in ("one", "each"):
+            test_every_gradient_is_that_of_hf(layout, cut, results, truth)

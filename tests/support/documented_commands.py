@@ -190,6 +190,7 @@ def check_example(script: str, arguments: list[str]) -> None:
     with (
         patch("megatron_rl.cli.cli", begin),
         patch("megatron_rl_tools.data.make_gymnasium.main", demonstrate),
+        patch("asyncio.run", lambda started: started.close()),  # tests/examples runs what examples/mcp_tools.py demonstrates
         patch.object(Path, "exists", lambda path: path.name != "adapter"),
         patch.object(sys, "argv", [script, *arguments]),
         TemporaryDirectory() as folder,

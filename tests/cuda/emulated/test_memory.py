@@ -1,5 +1,5 @@
 """Planned bytes against the emulated allocator's count in an update. tests/gpu/test_memory_on_gpu.py
-has the case of a frozen vision tower.
+measures the cases of a frozen vision tower with five times as many tokens.
 
 Compiled functions run uncompiled here, so that temporary tensors are larger than on a GPU.
 """
@@ -17,9 +17,13 @@ from tests.support.single_process_policy import single_process_world
 LORA = LoraSettings(rank=4, targets=["attention", "mlp", "vision", "projector"])
 
 
-TRAINED = {"all": (LoraSettings(), []), "adapters": (LORA, []), "tower": (LoraSettings(), ["language"])}
+TRAINED = {
+    "all": (LoraSettings(), []), "adapters": (LORA, []), "tower": (LoraSettings(), ["language"]),
+    "language": (LoraSettings(), ["vision", "merger"]),
+}  # fmt: skip
 """Adapters and frozen parts by what is trained."""
 CASES = [("all", "none"), ("all", "vision"), ("all", "full"), ("adapters", "full"), ("tower", "none")]
+CASES += [("language", "none"), ("language", "full")]
 LONG_CASES = [("adapters", "none"), ("adapters", "vision"), ("tower", "vision"), ("tower", "full")]
 
 
@@ -27,7 +31,7 @@ LONG_CASES = [("adapters", "none"), ("adapters", "vision"), ("tower", "vision"),
 def test_an_update_stays_below_the_plan_and_near_it(trained: str, recompute: str, random_model: Path) -> None:
     """Held bytes equal the plan within 5%; the additional peak never exceeds the planned activations.
 
-    It is at least 45% of them: 50% with adapters and recomputation, for which the plan counts most.
+    It is at least 45% of them, and 50%, the bound on a GPU, if only the language model is trained.
     Nearly all tokens are image tokens, as the plan assumes.
     """
     lora, frozen = TRAINED[trained]
@@ -47,7 +51,7 @@ def test_an_update_stays_below_the_plan_and_near_it(trained: str, recompute: str
         frozen=frozen,
     ).total_bytes
     assert resident == pytest.approx(counted, rel=0.05)
-    assert 0.45 * planned <= taken <= planned
+    assert (0.5 if trained == "language" else 0.45) * planned <= taken <= planned
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
