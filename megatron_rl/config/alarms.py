@@ -16,8 +16,7 @@ MIN_WINDOW = 4
 
 @dataclass(kw_only=True, slots=True)
 class AlarmSettings:
-    """Alarms: warnings of stage=rl about metrics that look like a reward hack or a collapse
-    (docs/alarms.md)."""
+    """Warnings of stage=rl about metrics that look like a reward hack or a collapse."""
 
     window: int = 10
     """Number of steps over which medians of metrics are taken. Most alarms compare the last window

@@ -22,11 +22,13 @@ from megatron_rl.types import ACCURACY_TERM
 
 REWARD, HELD_OUT, R2 = "reward/mean", "eval/greedy_success", "reward_r2/"
 HELD_OUT_MARGIN, HELD_OUT_SIGMAS, MAX_HELD_OUT_STEPS = 0.1, 3.0, 1000
-"""Minimum drop of the success rate on held-out data, in absolute terms and in standard errors of the
+"""Minimum drop of the success rate on held-out data, absolute and in standard errors of the
 difference, and the number of steps in which to look for it.
 """
 DOMINANT_R2, MINOR_R2 = 0.9, 0.3
-"""A term dominates if its r2 is at least the first value while that of each rival is at most the second."""
+"""A term dominates if its r2 is at least the first value, and that of each rival at most the
+second.
+"""
 LENGTH_FACTOR, ENTROPY_GROWTH, ENTROPY_DROP, KL_GROWTH, MISMATCH_GROWTH = 1.5, 3.0, 5.0, 3.0, 3.0
 MIN_JUDGE_DROP, MIN_TOOL_USE, TOOL_USE_DROP = 0.2, 0.1, 5.0
 COLLAPSED_FRACTION, MIXED_FRACTION = 0.9, 0.7
@@ -34,11 +36,15 @@ MIN_KL = {"policy/kl_ref": 0.5, "policy/ppo_kl": 0.1}
 MIN_MISMATCH, MIN_DUPLICATES, DUPLICATES_RISE = 1e-3, 0.5, 0.3
 METRIC_PREFIX = "alarms/"
 NUM_TAIL_WINDOWS = 4
-"""Rules compare the last window with the first of the run, and with the first of this many windows."""
+"""Rules compare the last window with the first of the run, and with the first of this many.
+"""
 
 Line = Mapping[str, float]
 Rule = Callable[[Sequence[Line], int], str]
-"""Returns what is wrong at the end of these steps, with the figures, or "". The integer is the window."""
+"""Returns what is wrong at the end of these steps, with the figures, or "".
+
+The integer is the window.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +188,20 @@ def tool_use_dies(lines: Sequence[Line], window: int) -> str:
 
 
 def groups_collapse(lines: Sequence[Line], window: int) -> str:
-    """Find groups that become equal without a rise of the reward."""
-    change = change_of("rollout/zero_std_fraction", lines, window)
-    return without_reward(change, lambda it: it.before <= MIXED_FRACTION and it.after >= COLLAPSED_FRACTION, lines, window)
+    """Find groups that become equal without a rise of the reward.
+
+    The first update may already break a policy. The last window is therefore also compared with the
+    first step alone: then each reward of the window must be below that of the first step.
+    """
+    name = "rollout/zero_std_fraction"
+    change = change_of(name, lines, window)
+    text = without_reward(change, lambda it: it.before <= MIXED_FRACTION and it.after >= COLLAPSED_FRACTION, lines, window)
+    first, late = values_of(lines[:1], name), values_of(lines[1:][-window:], name)
+    reward, rewards = values_of(lines[:1], REWARD), values_of(lines[1:][-window:], REWARD)
+    is_broken = 2 * min(len(late), len(rewards)) >= window and first and reward and max(rewards) < reward[0] and first[0] <= MIXED_FRACTION
+    if text or len(lines) <= window or not is_broken or statistics.median(late) < COLLAPSED_FRACTION:
+        return text
+    return f"{Change(name, first, late)} since the first step, with less reward ({Change(REWARD, reward, rewards)})"
 
 
 def entropy_grows(lines: Sequence[Line], window: int) -> str:
@@ -282,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="Example: python -m megatron_rl.observe.alarms runs/quickstart/grpo --window 8",
     )  # fmt: skip
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directory")
-    parser.add_argument("--window", type=int, default=AlarmSettings().window, help="steps of a window, as alarms.window (default: %(default)s)")
+    parser.add_argument("--window", type=int, default=AlarmSettings().window, help="steps of a window (default: %(default)s)")
     options = parser.parse_args(arguments)
     try:
         settings = AlarmSettings(window=options.window)

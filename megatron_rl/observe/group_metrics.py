@@ -31,7 +31,7 @@ def explained_by_term(scored: Sequence[Rollout]) -> dict[str, float]:
     alone decides which rollouts of a group are better; with 0, it decides nothing. Weights of the
     terms need not be known. The result is empty if rewards are equal in each group.
 
-    Example: a group with the rewards 3, 2, 1, 0 and the values 1, 1, 0, 0 of a term. The differences
+    Example: a group with the rewards 3, 2, 1, 0 and the values 1, 1, 0, 0 of a term. Differences
     are 1.5, 0.5, -0.5, -1.5 and 0.5, 0.5, -0.5, -0.5, so that r2 is 2^2 / (5 * 1) = 0.8.
     """
     names = dict.fromkeys(name for rollout in scored for name in rollout.reward_terms)

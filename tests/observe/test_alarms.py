@@ -122,6 +122,18 @@ def test_a_term_that_was_always_alone_is_no_alarm() -> None:
     assert raised(lines) == []
 
 
+def test_a_policy_that_its_first_update_breaks_is_found() -> None:
+    """The first steps of a recorded run: NumberLine with optim.lr=3e-3, where 2e-4 is right."""
+    rewards, fractions = [-2.67, *[-10.0] * 15], [0.542, *[1.0] * 15]
+    lines = [
+        {"step": step, "reward/mean": reward, "rollout/zero_std_fraction": fraction}
+        for step, (reward, fraction) in enumerate(zip(rewards, fractions, strict=True))
+    ]
+    assert raised(lines) == [("groups_collapse", 10)] and raised(lines, window=4) == [("groups_collapse", 4)]
+    solved = [line | {"reward/mean": 1.0} if line["step"] else line for line in lines]
+    assert raised(solved) == [] and raised([line | {"rollout/zero_std_fraction": 0.8} for line in lines]) == []
+
+
 def test_few_steps_are_not_judged() -> None:
     """With a window of 10, the first 19 steps are too few, whatever they are."""
     for values, _ in HACKS.values():
@@ -182,6 +194,7 @@ def test_no_values_of_a_metric_end_a_run() -> None:
 def test_a_change_is_more_than_noise() -> None:
     """Three quarters of each window on their side of the other's median."""
     assert Change("x", [1, 2, 3, 4], [3, 4, 5, 6]).rises and Change("x", [3, 4, 5, 6], [1, 2, 3, 4]).falls
+    assert not Change("x", [1, 2, 3, 9], [2.6, 2.7, 2.8, 9]).rises, "the third early value exceeds the late median"
     assert not Change("x", [1, 2, 3, 9], [2, 2, 4, 9]).rises and not Change("x", [1, 1], [1, 1]).rises
 
 

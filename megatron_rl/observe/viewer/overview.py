@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from pyarrow import compute
 
-from megatron_rl.io.bounded_files import flatten, read_bytes, read_yaml
 from megatron_rl.config.alarms import MIN_WINDOW, AlarmSettings
+from megatron_rl.io.bounded_files import flatten, read_bytes, read_yaml
 from megatron_rl.observe.alarms import METRIC_PREFIX, find_alarms
 from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.viewer.filters import find_mixed_groups
