@@ -1,6 +1,6 @@
 """Alarms: rules over the metrics of a run that warn of reward hacks and collapses.
 
-    python -m megatron_rl.observe.alarms runs/mine      # the alarms of a run, from its metrics.jsonl
+    python -m megatron_rl.observe.alarms runs/mine     # the alarms of a run, from its metrics.jsonl
 
 A rule compares medians over a window of steps; docs/alarms.md explains the rules and their limits.
 Rules read nothing but lines of metrics.jsonl, so a resumed run rebuilds its state from this file,

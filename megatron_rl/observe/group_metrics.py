@@ -12,7 +12,7 @@ MIN_VARIANCE = 1e-12
 
 
 def group_metrics(scored: Sequence[Rollout]) -> dict[str, float]:
-    """Return the share of duplicates, how much each reward term decides, and the judge's mean score.
+    """Return the share of duplicates, how much each term decides, and the judge's mean score.
 
     `scored` are the scored rollouts of a step.
     """
@@ -63,6 +63,6 @@ def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def _count_duplicates(scored: Sequence[Rollout]) -> int:
-    """Return the number of rollouts with the sampled tokens of an earlier rollout of their group."""
+    """Return the number of rollouts with the sampled tokens of an earlier one of their group."""
     sampled = [(each.group, *(tuple(compress(part.token_ids, part.loss_mask)) for part in each.sequences)) for each in scored]
     return len(sampled) - len(set(sampled))
