@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy
@@ -56,8 +56,8 @@ def planted(values: dict[str, float], *, noise: float = 0.0, seed: int = 0, num_
     return lines
 
 
-def raised(lines: Run, **settings: object) -> list[tuple[str, int]]:
-    return [(alarm.name, alarm.step) for alarm in find_alarms(lines, AlarmSettings(**settings))]
+def raised(lines: Run, *, window: int = 10, disable: Sequence[str] = ()) -> list[tuple[str, int]]:
+    return [(alarm.name, alarm.step) for alarm in find_alarms(lines, AlarmSettings(window=window, disable=list(disable)))]
 
 
 def test_every_rule_has_a_name_a_hack_and_a_section() -> None:
