@@ -6,6 +6,7 @@ that it needs.
 
 from dataclasses import dataclass, field
 
+from megatron_rl.config.alarms import ALARMS, AlarmSettings
 from megatron_rl.config.algo import AlgoSettings
 from megatron_rl.config.batch import AGGREGATIONS, BatchSettings
 from megatron_rl.config.checks import require, require_choice
@@ -34,9 +35,11 @@ from megatron_rl.config.tools import McpServerSettings, ToolSettings
 
 __all__ = [
     "AGGREGATIONS",
+    "ALARMS",
     "DROPS",
     "ENDS",
     "PARTS",
+    "AlarmSettings",
     "AlgoSettings",
     "BatchSettings",
     "CheckpointSettings",
@@ -98,6 +101,7 @@ class Settings:
     task: TaskSettings = field(default_factory=TaskSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    alarms: AlarmSettings = field(default_factory=AlarmSettings)
     rollouts: RolloutStoreSettings = field(default_factory=RolloutStoreSettings)
     plan: PlanSettings = field(default_factory=PlanSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)

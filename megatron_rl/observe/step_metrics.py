@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_rl.algo.filtering import FILTERS, used_groups
+from megatron_rl.observe.group_metrics import group_metrics
 from megatron_rl.types import Rollout, Status, StopReason
 
 MAX_SOURCES = 32
@@ -44,6 +45,7 @@ def rollout_metrics(rollouts: list[Rollout], *, num_gen_batches: int) -> dict[st
     metrics["time/episode_environment"] = statistics.fmean(rollout.env_s for rollout in scored)
     metrics["time/episode_scoring"] = statistics.fmean(rollout.scoring_s for rollout in scored)
     metrics |= {f"reward/{name}": value for name, value in _mean_rewards(scored).items()}
+    metrics |= group_metrics(scored)
     for source, members in group_by_source(scored).items():
         metrics[f"source/{source}/reward"] = statistics.fmean(map(reward_of, members))
         metrics |= {f"source/{source}/{name}": value for name, value in _mean_rewards(members).items()}

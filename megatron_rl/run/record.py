@@ -12,13 +12,14 @@ import torch
 import yaml
 
 from megatron_rl.callbacks import NO_CALLBACKS
-from megatron_rl.config import Settings
+from megatron_rl.config import ALARMS, AlarmSettings, Settings
 from megatron_rl.distributed.world import World, all_gather_object, raise_on_all_ranks, run_on_rank_zero
 from megatron_rl.errors import LogprobMismatch, NonFiniteValue
 from megatron_rl.io.jsonl import write_bytes_atomically, write_error_line, write_lines_atomically
+from megatron_rl.observe.alarms import AlarmMonitor
 from megatron_rl.observe.judge_stats import JudgeStats
 from megatron_rl.observe.memory import max_over_ranks, peak_memory
-from megatron_rl.observe.metrics import MetricsLog, StepTimer
+from megatron_rl.observe.metrics import METRICS_FILE, MetricsLog, StepTimer, read_metrics
 from megatron_rl.observe.progress import ProgressDisplay
 from megatron_rl.observe.recorder import IMAGES_FOLDER, BestWorstRecorder, save_images, select_best_and_worst
 from megatron_rl.observe.recorder import ROLLOUTS_FOLDER as ROLLOUTS
@@ -145,6 +146,8 @@ class Run:
             self.metrics_log = MetricsLog(
                 self.folder, settings.wandb, config, trackio_settings=settings.trackio, start_step=first_line
             )  # fmt: skip
+            alarms = settings.alarms if settings.stage == "rl" else AlarmSettings(disable=list(ALARMS))
+            self._alarms = AlarmMonitor(alarms, read_metrics(self.folder / METRICS_FILE))
             self.recorder = BestWorstRecorder(self.folder, **self._recorded)
             self.rollout_store = RolloutStore(self.folder, max_gb=settings.rollouts.max_gb)
 
@@ -275,11 +278,18 @@ class Run:
             times = self.step_timer.collect()
             shares = idle_metrics(times, busy_s=self._busy_tracker.busy_since_last()) if self._is_async else {}
             metrics = {**metrics, **times, **shares, **self.rollout_store.metrics(), **max_over_ranks(memory)}
+            metrics |= self._check_alarms(step, metrics)
             self.metrics_log.log(step, metrics)
         taught_nothing = metrics.get("rollout/all_groups_zero_std", 0.0) > 0 and not self._has_teacher
         assert self.progress is not None, "the main rank has a display"
         self.progress.log_step(step, metrics, note="rewards equal in every group: nothing learned" if taught_nothing else "")
         return metrics
+
+    def _check_alarms(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Print the alarms that begin with these metrics, and return alarms/NAME of every rule."""
+        for alarm in self._alarms.update({"step": step, **metrics}):
+            self.log(f"warning: after step {self.num_done}: {alarm}")
+        return self._alarms.metrics()
 
     def finish(self, metrics: dict[str, float]) -> None:
         """Mark the run as finished and write the final evaluation to eval.json and the metrics."""
@@ -294,6 +304,7 @@ class Run:
         if self.history.returns and not self.history.num_learning_steps:
             remedy = "easier or harder examples, a higher algo.temperature, larger groups, or a warm start (stage=sft) can make them differ"
             self.log(f"nothing was learned in any of {len(self.history.returns)} steps: rewards were equal in every group; {remedy}")
+        metrics = {**metrics, **self._check_alarms(self.num_steps, metrics)}
         with explain_write_errors(self.folder):
             self.metrics_log.log(self.num_steps, {**metrics, **self.step_timer.collect()})
             write_bytes_atomically(self.folder / EVALUATION_FILE, (json.dumps(values, indent=1) + "\n").encode())

@@ -83,7 +83,7 @@ def find_gaps(run_dir: Path, *, first_line: int) -> str:
 
 def _is_final_evaluation(line: Mapping[str, float]) -> bool:
     """Return True if `line` is the metrics line that a finished run adds after its last step."""
-    return all(name == "step" or name.startswith(("eval/", "time/")) for name in line)
+    return all(name == "step" or name.startswith(("eval/", "time/", "alarms/")) for name in line)
 
 
 def _with_evaluation(kept: Sequence[dict[str, float]], repeated: Sequence[dict[str, float]]) -> list[dict[str, float]]:

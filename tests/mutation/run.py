@@ -4,6 +4,20 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a resumed run repeats its alarms",
+        "megatron_rl/run/record.py",
+        "AlarmMonitor(alarms, read_metrics(self.folder / METRICS_FILE))",
+        "AlarmMonitor(alarms)",
+        "tests/run/test_record.py -k alarms_are_printed",
+    ),
+    Mutant(
+        "alarms make the final evaluation a step",
+        "megatron_rl/run/superseded_steps.py",
+        '("eval/", "time/", "alarms/")',
+        '("eval/", "time/")',
+        "tests/run/test_record.py -k alarms_are_printed",
+    ),
+    Mutant(
         "the worst checkpoint is served as the best",
         "megatron_rl/run/saved_model.py",
         "max(scores)[2]",

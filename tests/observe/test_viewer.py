@@ -2,6 +2,7 @@
 refuses, and what a real browser renders.
 """
 
+import html
 import io
 import math
 import os
@@ -93,6 +94,34 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [{"step": step, "reward/mean": step / 2, "loss": math.nan if step == 1 else 0.5, "time/total": 2.0} for step in range(3)]
     write_lines_atomically(folder / "metrics.jsonl", lines)
     return folder
+
+
+@pytest.fixture(scope="module")
+def alarmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a run with windows of 4 steps that recorded `tool_use_dies`, but not `groups_collapse`."""
+    folder = tmp_path_factory.mktemp("alarmed") / "alarmed"
+    folder.mkdir()
+    lines = [
+        {
+            "step": step, "reward/mean": 0.5, "rollout/tool_use": float(step < 12), "rollout/zero_std_fraction": float(step >= 12),
+            "alarms/tool_use_dies": float(step >= 14),
+        } for step in range(20)
+    ]  # fmt: skip
+    write_lines_atomically(folder / "metrics.jsonl", lines)
+    (folder / "config.yaml").write_text("alarms: {window: 4, disable: [groups_collapse]}\n")
+    return folder
+
+
+ALARM = "step 14: tool_use_dies: rollout/tool_use 1 -> 0; see docs/alarms.md#tool_use_dies"
+
+
+def test_the_overview_has_the_alarms_that_a_run_raised(alarmed: Path, run: Path, tmp_path: Path) -> None:
+    """A window that is no valid setting is ignored: with 10 steps, 20 are enough."""
+    shutil.copytree(alarmed, tmp_path / "spoiled")
+    (tmp_path / "spoiled" / "config.yaml").write_text("alarms: {window: -1}\n")
+    client = TestClient(create_app(label_folders([alarmed, run, tmp_path / "spoiled"]), hosts=["testserver"]))
+    told = {each["name"]: each["alarms"] for each in client.get("/api/overview").json()["runs"]}
+    assert told == {"alarmed": [ALARM], "run": [], "spoiled": [ALARM.replace("14", "19")]}
 
 
 @pytest.fixture(scope="module")
@@ -408,9 +437,9 @@ def test_the_demo(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(run: Path) -> Iterator[str]:
+def served(run: Path, alarmed: Path) -> Iterator[str]:
     port = find_free_port("127.0.0.1")
-    words = [str(run), "--demo", "--port", str(port), "--allow", "runs.example"]
+    words = [str(run), str(alarmed), "--demo", "--port", str(port), "--allow", "runs.example"]
     page = subprocess.Popen([sys.executable, "-m", "megatron_rl.observe.viewer", *words], stdout=subprocess.PIPE, text=True)
     try:
         assert page.stdout.readline() == f"http://127.0.0.1:{port}/\n"
@@ -434,6 +463,8 @@ def test_names_of_this_machine(served: str) -> None:
 
 
 VIEWS = {
+    "runs": [f"warning: {html.escape(ALARM)}"],
+    "curves?run=alarmed": [f"warning: {html.escape(ALARM)}"],
     "curves?run=run": ["reward/mean", "time/total"],
     "rollouts?run=run": ["27 rollouts, 1 to 27", "said 1 2", "javascript:alert(1)"],
     "group?run=run&step=0&group=1": ["group 1", "standard deviation", "said 0 2"],

@@ -13,7 +13,7 @@ import torch
 from megatron_rl.algo.advantages import group_std
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.filtering import FILTERS, apply_filters
-from megatron_rl.config import AlgoSettings, FilterSettings, RunSettings, Settings
+from megatron_rl.config import AlarmSettings, AlgoSettings, FilterSettings, RunSettings, Settings
 from megatron_rl.distributed.world import World
 from megatron_rl.errors import InfraOutage, RunFailed
 from megatron_rl.observe.memory import GB, max_over_ranks, peak_memory
@@ -310,3 +310,46 @@ def test_lines_that_are_gone_are_named_when_a_run_goes_on(
     run.close()
     lines = [line for line in told if line.startswith("warning: ")]
     assert (f"warning: {path} {said}" in lines[0] and len(lines) == 1) if said else lines == []
+
+
+def test_alarms_are_printed_once_and_a_resumed_run_knows_them(tmp_path: Path) -> None:
+    """Tool use falls from 1 to 0 at step 12 with windows of 4 steps: 3 of 4 values are new at step
+    14. The run is resumed from step 16. The final evaluation is far below the one after step 20. The
+    last rewards before them are 1.7 to 2.0, and 2.7 to 2.9 with the line of the final evaluation.
+    """
+    settings = Settings(run=RunSettings(dir=str(tmp_path)), alarms=AlarmSettings(window=4, disable=["kl_grows"]))
+    shown = io.StringIO()
+
+    def attempt(first: int, stop: int, *, finishes: bool) -> None:
+        run = Run(settings, World(0, 1, 0, torch.device("cpu")), num_steps=30, first_step=first)
+        run.progress = ProgressDisplay(30, title="rl", stream=shown)
+        for step in range(first, stop):
+            metrics = {"rollout/tool_use": float(step < 12), "reward/mean": step / 10}
+            run.record(step, metrics | ({"eval/greedy_success": 0.9} if step == 20 else {}))
+        if finishes:
+            run.finish({"eval/greedy_success": 0.5})
+        run.close()
+
+    attempt(0, 18, finishes=False)
+    attempt(16, 30, finishes=True)
+    warnings = [line for line in shown.getvalue().splitlines() if line.startswith("warning: ")]
+    assert warnings == [
+        "warning: after step 15: tool_use_dies: rollout/tool_use 1 -> 0; see docs/alarms.md#tool_use_dies",
+        "warning: after step 30: held_out_falls: eval/greedy_success 0.9 -> 0.5 while the reward rises (reward/mean 1.85 -> 2.8); "
+        "see docs/alarms.md#held_out_falls",
+    ]
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [float(step) for step in range(31)]
+    assert [line["alarms/tool_use_dies"] for line in lines] == [float(step >= 14) for step in range(31)]
+    assert [line["alarms/held_out_falls"] for line in lines] == [0.0] * 30 + [1.0]
+    assert not any("alarms/kl_grows" in line for line in lines)
+    (tmp_path / "final").mkdir()
+    attempt(30, 30, finishes=True)
+    assert (tmp_path / "final").exists(), "the final evaluation is not repeated as a step, which would set the model aside"
+
+
+def test_warm_starts_have_no_alarms(tmp_path: Path) -> None:
+    run = Run(Settings(stage="sft", run=RunSettings(dir=str(tmp_path))), World(0, 1, 0, torch.device("cpu")), num_steps=3)
+    run.record(0, {"loss": 1.0})
+    run.close()
+    assert not any(name.startswith("alarms/") for name in read_metrics(tmp_path / "metrics.jsonl")[0])

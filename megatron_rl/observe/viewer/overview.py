@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -12,7 +12,9 @@ from typing import Any, cast
 
 from pyarrow import compute
 
+from megatron_rl.config.alarms import MIN_WINDOW, AlarmSettings
 from megatron_rl.io.bounded_files import flatten, read_bytes, read_yaml
+from megatron_rl.observe.alarms import METRIC_PREFIX, find_alarms
 from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.viewer.filters import find_mixed_groups
 from megatron_rl.observe.viewer.store import CONFIG, MAX_TEXT_CHARS, RunFolder
@@ -58,7 +60,22 @@ def _overview_row(name: str, folder: RunFolder, settings: Mapping[str, Any]) -> 
     return {
         "name": name, "state": state or ("running" if is_active else ""), "reason": reason, "num_done": None if last is None else last + 1,
         "num_steps": sum(steps) if is_known else 0, "age_s": age_s, "figures": figures,
+        "alarms": _find_alarms(lines, settings),
     }  # fmt: skip
+
+
+def _find_alarms(lines: Sequence[Mapping[str, float]], settings: Mapping[str, Any]) -> list[str]:
+    """Return the alarms of a run, each as the line that the run printed.
+
+    The rules are applied again only if the run recorded an alarm, because this takes about 0.6 s
+    per 1,000 steps.
+    """
+    recorded = {name for line in lines for name, value in line.items() if name.startswith(METRIC_PREFIX) and value > 0}
+    if not recorded:
+        return []
+    window = settings.get("alarms.window")
+    alarms = find_alarms(lines, AlarmSettings(window=window) if isinstance(window, int) and window >= MIN_WINDOW else AlarmSettings())
+    return [f"step {alarm.step}: {alarm}" for alarm in alarms if f"{METRIC_PREFIX}{alarm.name}" in recorded]
 
 
 def make_example_rows(folder: RunFolder, *, limit: int) -> list[dict[str, Any]]:

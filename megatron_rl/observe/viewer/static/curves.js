@@ -46,5 +46,7 @@ export async function curvesView(at, { main, runs, setKeys }) {
   for (const input of [box, smoothing, log, by]) input.addEventListener("input", changed);
   draw();
   main.replaceChildren(el("div", { class: "filters" }, el("label", {}, "metrics", box), el("label", {}, "smoothing", smoothing), el("label", {}, "x axis", by),
-    el("label", { class: "check" }, log, "log axis"), el("span", { class: "hint" }, "drag over a chart to zoom in")), charts);
+    el("label", { class: "check" }, log, "log axis"), el("span", { class: "hint" }, "drag over a chart to zoom in")),
+    ...about.runs.filter(run => names.includes(run.name)).flatMap(run => run.alarms.map(alarm =>
+      el("p", { class: "hint alarm" }, `${names.length > 1 ? `${run.name}: ` : ""}warning: ${alarm}`))), charts);
 }

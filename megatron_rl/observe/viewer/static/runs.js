@@ -15,7 +15,8 @@ export async function overviewView(at, { main, setKeys }) {
   const metrics = Object.keys(found.runs[0]?.figures || {}).filter(name => found.runs.some(run => run.figures[name] !== null));
   const to = name => link("rollouts", { run: name });
   const body = found.runs.map((run, place) => el("tr", {}, el("td", {}, el("a", { href: to(run.name), class: `run${place % 6}` }, run.name)),
-    el("td", { class: `state ${run.state}` }, run.state || "no end recorded", ...(run.reason ? [el("div", { class: "hint reason" }, run.reason)] : [])),
+    el("td", { class: `state ${run.state}` }, run.state || "no end recorded", ...(run.reason ? [el("div", { class: "hint reason" }, run.reason)] : []),
+      ...run.alarms.map(alarm => el("div", { class: "hint reason alarm" }, `warning: ${alarm}`))),
     el("td", {}, ...stepsOf(run)),
     el("td", {}, run.age_s === null ? "–" : `${duration(run.age_s)} ago`), ...metrics.map(name => el("td", {}, number(run.figures[name]))),
     ...differing.map(key => el("td", {}, run.settings[key] ?? "–"))));
