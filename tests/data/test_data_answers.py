@@ -72,6 +72,7 @@ def test_decimal_text_has_no_exponent_and_the_same_value(value: float) -> None:
     assert float(text) == value or np.float32(text) == np.float32(value) == value
 
 
+@pytest.mark.known_failure("unreachable-references")
 @pytest.mark.parametrize(
     ("answer", "says"),
     [

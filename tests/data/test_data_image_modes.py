@@ -79,6 +79,7 @@ def over_white(samples_HWS: np.ndarray, *, premultiplied: bool = False) -> np.nd
 RAMP = np.tile(np.linspace(0, 65535, 256), (8, 1))
 
 
+@pytest.mark.known_failure("deep-images")
 @ORDERS
 def test_the_files_of_case_i1(order: str) -> None:
     """Images of 16 bits keep all 256 levels. Floats in 0..1, 32 bits, and 32 bits with values in

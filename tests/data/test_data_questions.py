@@ -115,6 +115,7 @@ def test_a_file_whose_name_might_be_base64(tmp_path: Path) -> None:
     assert colors(payload) == [(0, 255, 0)]
 
 
+@pytest.mark.known_failure("base64-in-messages")
 @pytest.mark.parametrize("value", ["A" * 100_000, "no/" * 40_000 + "a.png", "\u4e2d" * 300, "QUJD" * 30, {"x" * 5000: 1}], ids=range(5))
 def test_messages_stay_short(value: object, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^own.jsonl row 0: image: (no such file|must have|\S+ is base64, but)") as said:

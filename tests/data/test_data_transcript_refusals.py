@@ -216,6 +216,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.known_failure("thoughts-stripped")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_read_is_refused(name: str, tmp_path: Path) -> None:
     row, told = REFUSED[name]

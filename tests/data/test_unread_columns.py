@@ -124,6 +124,7 @@ CHOOSE = "'task.data.columns={images: shot}'"
 MISSING = "names of pictures that do not exist and is not read: 'task.data.columns={images: shot}'; task.data.images is the folder"
 
 
+@pytest.mark.known_failure("image-column-ignored")
 @pytest.mark.parametrize(
     ("value", "looks"),
     [

@@ -35,6 +35,7 @@ def at_work(where: str, *, node: str = "node 0, a", waits: bool = False) -> Rank
     return RankReport(node=node, location=where, is_waiting=waits)
 
 
+@pytest.mark.known_failure("silent-hang")
 def test_who_lags_is_named_and_all_stacks_are_kept(tmp_path: Path) -> None:
     """Rank 1 sleeps. The other ranks report it once as a warning and once as the error that ends
     them, within the limit plus the time for replies, and the stacks of all ranks are saved.

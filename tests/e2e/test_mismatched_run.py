@@ -5,6 +5,8 @@ before any weight changes.
 import re
 from pathlib import Path
 
+import pytest
+
 from megatron_rl.observe.recorder import read_recorded
 from tests.conftest import SUPPORT
 from tests.support import fork_server
@@ -16,6 +18,7 @@ SMALL = (
 )  # fmt: skip
 
 
+@pytest.mark.known_failure("mismatch-unnoticed")
 def test_a_planted_temperature_ends_the_run_before_its_first_update(random_model: Path, tmp_path: Path) -> None:
     """A planted temperature error ends the run with one error line.
 

@@ -40,6 +40,7 @@ def rollouts(folder: Path) -> list[list[Rollout]]:
     return [[entry.rollout for entry in read_recorded(path)] for path in sorted((folder / "rollouts").glob("step_*.jsonl"))]
 
 
+@pytest.mark.known_failure("async-text-only")
 def test_engine_and_trainer_agree_on_the_steps_own_tokens(folder: Path) -> None:
     """Engine and trainer logprobs of on-policy tokens agree within 1e-4 in every step, although
     some tokens come from older weights.
@@ -50,6 +51,7 @@ def test_engine_and_trainer_agree_on_the_steps_own_tokens(folder: Path) -> None:
     assert fractions[0] == 1 and min(fractions) < 1 and all(0 <= fraction <= 1 for fraction in fractions)
 
 
+@pytest.mark.known_failure("async-text-only")
 def test_episodes_went_on_over_updates(folder: Path) -> None:
     """Some rollouts with images were sampled by more than one weight version, and none is staler
     than one version. The staleness metrics equal the staleness computed from the recorded rollouts.

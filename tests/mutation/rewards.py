@@ -577,4 +577,11 @@ MUTANTS = (
         "is_final=is_equal is not None)",
         "tests/rewards/test_rule_scores.py",
     ),
+    Mutant(
+        "the output of a tool is read as an answer",
+        "megatron_rl/rewards/answer.py",
+        'return reward_input.turns[-1].text if reward_input.turns else ""',
+        'return "".join(t.text + (t.tool_call.text if t.tool_call else "") for t in reward_input.turns[-2:])',
+        "tests/rewards/test_rubrics.py -k tool_is_no_answer",
+    ),
 )

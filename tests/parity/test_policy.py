@@ -112,6 +112,9 @@ def test_the_layouts_cover_all_choices_two_at_a_time() -> None:
     assert alone[0] == alone[1]
 
 
+@pytest.mark.known_failure("images-assigned-wrongly")
+@pytest.mark.known_failure("packed-mrope")
+@pytest.mark.known_failure("sharded-qkv-order")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_and_logprobs_are_those_of_hf(layout: str, results: dict, hf: dict[str, HfReference]) -> None:
     """Logits and logprobs of every layout equal HF's within the tolerance."""
@@ -120,6 +123,8 @@ def test_logits_and_logprobs_are_those_of_hf(layout: str, results: dict, hf: dic
     assert (result["logprobs"][result["mask"]] - truth.logprobs).abs().max() <= truth.tolerance
 
 
+@pytest.mark.known_failure("text-only-samples")
+@pytest.mark.known_failure("text-only-micro-batch")
 @pytest.mark.parametrize("cut", ["one", "each"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_gradient_is_that_of_hf(layout: str, cut: str, results: dict, hf: dict[str, HfReference]) -> None:
@@ -131,6 +136,7 @@ def test_every_gradient_is_that_of_hf(layout: str, cut: str, results: dict, hf: 
     assert worst[0] <= 1e-5, worst
 
 
+@pytest.mark.known_failure("layouts-disagree")
 @pytest.mark.parametrize(
     ("layout", "steps", "bound"),
     [(layout, *each) for layout in IN_SEVERAL for each in (("first_step", 2e-5 if layout == ODD[1] else 1e-5), ("three_steps", 1e-3))],
@@ -199,6 +205,7 @@ def test_every_rank_holds_what_the_dry_plan_says(layout: str, results: dict, mod
         assert all(size <= planned[tp_rank, pp_rank][kind] for kind, size in found.items())
 
 
+@pytest.mark.known_failure("preprocessing-per-sample")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_image_is_encoded_twice(layout: str, results: dict) -> None:
     """Tensor-parallel ranks share the images and encode each distinct image once.

@@ -66,6 +66,8 @@ def test_the_engine_takes_every_transcript(rollouts: list[Rollout]) -> None:
     assert len(several) >= 0.6 * NUM and len(seen_later) >= 0.5 * NUM, (len(several), len(seen_later))
 
 
+@pytest.mark.known_failure("later-images-unseen")
+@pytest.mark.known_failure("shifted-logprobs")
 @torch.no_grad()
 def test_its_logprobs_are_those_of_hf_on_the_whole_sequence(rollouts: list[Rollout], renderer: Renderer, hf: HF) -> None:
     """The engine's logprobs equal those of one HF forward pass per transcript with HF's own

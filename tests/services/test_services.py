@@ -98,6 +98,7 @@ def test_a_service_is_started_told_of_and_ended(tmp_path: Path, monkeypatch: pyt
     assert f"service judge: ready at {url} after " in capsys.readouterr().out
 
 
+@pytest.mark.known_failure("orphaned-processes")
 def test_a_holder_that_is_killed_leaves_nobody(tmp_path: Path) -> None:
     """If the process that holds a service is killed, no process of the service remains, not even
     one that left the server's session. Its address is no longer returned."""

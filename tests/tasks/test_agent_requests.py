@@ -31,6 +31,7 @@ def call(name: str, arguments: str | dict, **more: object) -> dict:
     return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}, **more}
 
 
+@pytest.mark.known_failure("agent-loses-images")
 def test_equal_pixels_have_equal_keys_whatever_their_encoding() -> None:
     """The key of a message depends on pixels, not on the file that contains them; texts that are
     split into parts have the key of the whole text."""

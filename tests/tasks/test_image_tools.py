@@ -48,11 +48,14 @@ def test_a_box_by_hand(atlas: Image.Image, box: list, cropped: tuple[int, int, i
     assert shown.size == (cropped[2] - cropped[0], cropped[3] - cropped[1])
 
 
+@pytest.mark.known_failure("boxes-by-eval")
 @pytest.mark.parametrize(
     ("box", "error"),
     [
         (None, "four numbers"),
         ("10, 20, 60, 90", "four numbers"),
+        ("[10, 20, 60, 10 + 80]", "four numbers"),
+        ("__import__('os').abort()", "four numbers"),
         ([10, 20, 60], "four numbers"),
         ([10, 20, 60, 90, 1], "four numbers"),
         ([10, 20, 60, "90"], "four numbers"),

