@@ -8,7 +8,7 @@ ALARMS = (
     "held_out_falls", "judge_score_falls", "one_term_dominates", "responses_grow", "responses_shrink", "tool_use_dies", "groups_collapse",
     "entropy_grows", "entropy_collapses", "kl_grows", "mismatch_grows", "duplicates_grow",
 )  # fmt: skip
-"""Names of the alarms, which are the keys of observe/alarms.RULES."""
+"""Names of the alarms, which are the keys of observe/alarm_rules.RULES."""
 
 MIN_WINDOW = 4
 """Minimum of alarms.window; shorter windows contain too few steps to compare."""

@@ -125,7 +125,7 @@ MUTANTS = (
     Mutant(
         "a teacher has no effect on sequences without advantages",
         "megatron_rl/training_batch.py",
-        " or bool(settings.distill.teacher)",
+        " or settings.distill.has_teacher",
         "",
         "tests/test_training_loop.py -k a_teacher_reads",
     ),

@@ -10,7 +10,8 @@ import pytest
 
 from megatron_rl.config import ALARMS, AlarmSettings
 from megatron_rl.io.jsonl import write_lines_atomically
-from megatron_rl.observe.alarms import RULES, AlarmMonitor, Change, find_alarms, main
+from megatron_rl.observe.alarm_rules import RULES, Change
+from megatron_rl.observe.alarms import AlarmMonitor, find_alarms, main
 from megatron_rl.observe.group_metrics import explained_by_term, group_metrics
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
 from megatron_rl.types import JudgeResult, Rollout
