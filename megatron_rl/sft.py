@@ -32,7 +32,7 @@ the number of bytes of its resized RGB pixels.
 
 def train_sft(
     settings: Settings, *, task: Task, policy: Policy, renderer: Renderer, run: Run, checkpoints: Checkpoints, stop_signal: StopSignal,
-    teacher_alone: bool,
+    teacher_alone: bool = False,
 ) -> None:  # fmt: skip
     """Run the SFT stages in order. Each stage repeats its demonstrations until its last step.
 

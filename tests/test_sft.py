@@ -13,7 +13,7 @@ from PIL import Image as Pillow
 
 from megatron_rl import sft
 from megatron_rl.batching.packing import pack
-from megatron_rl.config import DataSettings, ModelSettings
+from megatron_rl.config import DataSettings, DistillSettings, ModelSettings
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Demonstration
@@ -70,7 +70,7 @@ def test_columns_that_are_not_read_are_told_once(random_model: Path, tmp_path: P
     lines: list[str] = []
     settings = SimpleNamespace(
         sft=SimpleNamespace(splits=["transcripts"] * 2, steps=[1, 1], num_demonstrations=1, batch_size=1), run=SimpleNamespace(seed=0),
-        batch=SimpleNamespace(micro_batch_tokens=999), engine=SimpleNamespace(max_model_len=999),
+        batch=SimpleNamespace(micro_batch_tokens=999), engine=SimpleNamespace(max_model_len=999), distill=DistillSettings(),
     )  # fmt: skip
     task = SimpleNamespace(settings=SimpleNamespace(data=DataSettings(demonstrations=[str(path)])), find_prompt_mismatch=lambda _: "")
     policy = SimpleNamespace(pack=lambda *_, **__: [], update=lambda *_, **__: {}, load_image_patches=None)

@@ -27,8 +27,6 @@ from megatron_rl.rollout.work_buffer import DUE, BufferState, StepTarget, WorkBu
 from megatron_rl.types import Example, Rollout, StopReason, TokenSequence
 
 T = TypeVar("T")
-TEACHER_PROBE = "one two three"
-"""Text that servers of a teacher must score at startup."""
 _MAX_ATTEMPTS = 3
 MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
 """Minimum and maximum pause in seconds before failed rollouts are retried; the pause doubles with
@@ -395,7 +393,7 @@ class RolloutManager:
         async def starting() -> None:
             await self.task.start()
             if self.teacher is not None:
-                await self.teacher.start(self.renderer.tokenizer.encode(TEACHER_PROBE))
+                await self.teacher.start(self.renderer.tokenizer.encode)
 
         self.engine.run(starting())
 

@@ -2,6 +2,7 @@
 its models are served.
 """
 
+import io
 import json
 import signal
 import time
@@ -14,12 +15,15 @@ import httpx
 import pytest
 import torch
 from PIL import Image as pil
+from starlette.testclient import TestClient
 from transformers import AutoModelForImageTextToText
 
 from megatron_rl.cli.serve import main as serve_main
 from megatron_rl.config import ModelSettings
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.name_mapping import canonical_name
+from megatron_rl.observe.viewer.store import label_folders
+from megatron_rl.observe.viewer.web_app import create_app
 from megatron_rl.rollout.episode import derive_seed
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run.saved_model import find_saved_model
@@ -78,6 +82,27 @@ def test_sessions_are_trees(run: Path) -> None:
         assert [len(context.images) for context in rollout.sequences] == [2, 2, 0, 2]
         text = "".join(turn.text for turn in rollout.turns)
         assert rollout.reward == pytest.approx(sum(letter in "aeiou" for letter in text) / max(1, len(text)))
+
+
+def test_the_viewer_shows_branches_with_their_images(run: Path) -> None:
+    """Prompt and observations are those that the agent sent: the question's image first, then blue,
+    red in a branch, none in a new prompt, and the question's image with green in another."""
+    client = TestClient(create_app(label_folders([run]), hosts=["testserver"]))
+    told = client.get("/api/episode", params={"run": "run", "step": 1, "row_index": 0}).json()
+    assert (told["no_words"], told["missing"]) == ("", []) and "number " in told["prompt"]
+    *observed, last = told["turns"]
+    assert [turn["is_new_prompt"] for turn in observed] == [False, True, True, True]
+    for turn, text in zip(observed, ("and this?", "why?", "one more word", "look"), strict=True):
+        assert text in turn["observation"]
+    assert last["observation"] == "" and last["images"] == []
+
+    def colors(images: list[dict]) -> list[tuple[int, ...]]:
+        shown = (client.get(f"/picture/run/{image['key']}.png").content for image in images)
+        return [pil.open(io.BytesIO(content)).convert("RGB").getpixel((9, 9)) for content in shown]
+
+    (question,) = colors(told["first"])
+    assert question in {(0, 128, 0), (255, 255, 0), (255, 255, 255)}
+    assert [colors(turn["images"]) for turn in observed] == [[(0, 0, 255)], [(255, 0, 0)], [], [question, (0, 128, 0)]]
 
 
 def test_every_branch_has_the_advantage_of_its_episode(run: Path) -> None:

@@ -67,7 +67,7 @@ def test_logprobs_are_those_of_hugging_face(url: str, teacher: Path) -> None:
     unsampled = renderer.prompt([user_message("Nothing follows.")])
 
     async def use() -> list[float]:
-        await client.start(renderer.tokenizer.encode("one two"))
+        await client.start(renderer.tokenizer.encode)
         await client.add_logprobs([sequence, unsampled])
         found = await client.score(sequence)
         await client.close()
@@ -133,6 +133,29 @@ def test_replies_that_cannot_be_used(change: dict, error: type[Exception], remed
         parse_logprobs(json.dumps(GOOD).encode()[:-9], IDS)
 
 
+async def start_and_close(client: TeacherClient) -> None:
+    try:
+        await client.start(lambda text: list(text.encode()))
+    finally:
+        await client.close()
+
+
+def test_another_tokenizer_is_refused_at_the_start(url: str, teacher: Path) -> None:
+    """A tokenizer in which the digit 3 has another id is refused, with the position and both ids."""
+    renderer = Renderer(ModelSettings(path=str(teacher)))
+    own, other = renderer.tokenizer.encode("3")[0], renderer.tokenizer.encode("4")[0]
+
+    def encode(text: str) -> list[int]:
+        return [other if token == own else token for token in renderer.tokenizer.encode(text)]
+
+    client = TeacherClient(TeacherServerSettings(urls=[url]), image_token_id=renderer.image_token_id)
+    with pytest.raises(
+        PermanentInfraError, match=rf"tokenizer differs .* token \d+ of a text has the ids \[{own}\] there and \[{other}\] here"
+    ):
+        asyncio.run(client.start(encode))
+    asyncio.run(TeacherClient(TeacherServerSettings(urls=[url]), image_token_id=3).close())
+
+
 @pytest.mark.parametrize(
     ("status", "kind", "said"),
     [
@@ -148,14 +171,13 @@ def test_servers_that_refuse(status: int, kind: type[Exception], said: str) -> N
 
     def answer(path: str, body: dict) -> tuple[int, object]:
         asked.append(path)
-        assert body["sampling_params"]["prompt_logprobs"] == 0
         return status, {"error": "too long"}
 
     server = start_server(answer)
     settings = TeacherServerSettings(urls=[server_url(server)], max_attempts=2, outage_timeout_s=2.0)
     try:
         with pytest.raises(kind, match=said) as raised:
-            asyncio.run(TeacherClient(settings, image_token_id=3).start([5, 6]))
+            asyncio.run(start_and_close(TeacherClient(settings, image_token_id=3)))
     finally:
         stop_server(server)
     assert type(raised.value) is kind and len(asked) == (2 if status == 500 else 1)

@@ -63,13 +63,13 @@ def image_record(image: Image) -> dict[str, Any]:
 def prompt_images(rollout: Rollout) -> list[Image]:
     """Return the images of the first prompt.
 
-    The prompt's images are the images in the first sequence that were not added by a turn.
+    The prompt's images are the images in the first sequence that were not added after a turn. An
+    agent may return to the first sequence from another one.
     """
     if not rollout.sequences:
         return []
-    stayed = [turn for turn, after in pairwise(rollout.turns) if turn.sequence == after.sequence == 0]
-    images = rollout.sequences[0].images
-    return images[: len(images) - sum(len(turn.images) for turn in stayed)]
+    images, added = rollout.sequences[0].images, [turn.images for turn, after in pairwise(rollout.turns) if after.sequence == 0]
+    return images[: len(images) - sum(map(len, added))]
 
 
 def _turn_record(turn: Turn) -> dict[str, Any]:

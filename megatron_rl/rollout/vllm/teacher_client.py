@@ -9,17 +9,24 @@ Written against vLLM 0.32.0: entrypoints/scale_out/token_in_token_out/{protocol,
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from megatron_rl.clients.endpoint_pool import Endpoint, EndpointError, EndpointPool, InvalidReply, KeyRefused, RequestRejected, to_one_line
 from megatron_rl.config import TeacherServerSettings
+from megatron_rl.errors import PermanentInfraError
 from megatron_rl.rollout.vllm.client import GENERATE_PATH, collapse_image_tokens, make_data_url
 from megatron_rl.types import TokenSequence
 from megatron_rl_sandbox.bounded_http import DENIED_STATUSES, BoundedClient, NoResponse
 
+T = TypeVar("T")
+TOKENIZE_PATH = "/tokenize"
+TOKENIZER_PROBE = '<|vision_start|><|image_pad|><|vision_end|> Step 12: {"current number": 3.5}\n\tna\u00efve \u6570 \u2713'
+LOGPROB_PROBE = "one two three"
+"""Texts that a server must tokenize as the policy does, and score."""
 CONNECT_TIMEOUT_S = 10.0
 MAX_BYTES_PER_TOKEN, MAX_OTHER_BYTES = 1 << 9, 1 << 20
 """Limits on the size of a reply in bytes: per token, and for the rest of the reply."""
@@ -33,6 +40,10 @@ class _Logprob(BaseModel):
     logprob: float
 
 
+class _Tokens(BaseModel):
+    tokens: list[int]
+
+
 class _Reply(BaseModel):
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, _Logprob] | None] | None
@@ -44,24 +55,37 @@ class TeacherClient:
     def __init__(self, settings: TeacherServerSettings, *, image_token_id: int, token: str = "") -> None:
         """Create a client; `token` is the servers' access token."""
         self._settings, self._image_token_id, self._token = settings, image_token_id, token
+        self._http: BoundedClient | None = None
         self._pool = EndpointPool(
             settings.urls, name="distill.server", max_attempts=settings.max_attempts, timeout_s=settings.timeout_s,
             outage_timeout_s=settings.outage_timeout_s, concurrency=settings.concurrency,
         )  # fmt: skip
 
-    async def start(self, probe_ids: list[int]) -> None:
-        """Connect in the running event loop, and request the logprobs of a few tokens.
+    async def start(self, encode: Callable[[str], list[int]]) -> None:
+        """Connect in the running event loop; compare the tokenizer, and request a few logprobs.
+
+        `encode` returns the policy's token ids of a text.
 
         Raises:
             InfraError: No server returns the logprobs; the message names the server and the reason.
+            PermanentInfraError: The server's tokenizer gives a text other ids.
         """
         self._pool.start()
         self._http = BoundedClient(token=self._token)
-        await self.score(TokenSequence(token_ids=probe_ids))
+        body = {"prompt": TOKENIZER_PROBE, "add_special_tokens": False}
+        found = await self._pool.request(partial(self._send, path=TOKENIZE_PATH, body=body, parse=parse_tokens))
+        if found != (expected := encode(TOKENIZER_PROBE)):
+            place = next((place for place, (one, other) in enumerate(zip(found, expected, strict=False)) if one != other), 0)
+            raise PermanentInfraError(
+                f"distill.server.urls: the server's tokenizer differs from the policy's: token {place} of a text has the ids "
+                f"{found[place : place + 1]} there and {expected[place : place + 1]} here; serve a model of the policy's family"
+            )
+        await self.score(TokenSequence(token_ids=encode(LOGPROB_PROBE)))
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.close()
+        if self._http is not None:
+            await self._http.close()
 
     async def add_logprobs(self, sequences: Sequence[TokenSequence]) -> None:
         """Set the column teacher_logprobs of each sequence that has sampled tokens.
@@ -89,14 +113,18 @@ class TeacherClient:
             "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False},
             "return_token_ids": True,
         }  # fmt: skip
-        return await self._pool.request(partial(self._send, body=body, token_ids=sequence.token_ids))
+        most = MAX_OTHER_BYTES + MAX_BYTES_PER_TOKEN * len(sequence.token_ids)
+        parse = partial(parse_logprobs, token_ids=sequence.token_ids)
+        return await self._pool.request(partial(self._send, path=GENERATE_PATH, body=body, parse=parse, max_bytes=most))
 
-    async def _send(self, endpoint: Endpoint, *, body: dict[str, object], token_ids: list[int]) -> list[float]:
-        most = MAX_OTHER_BYTES + MAX_BYTES_PER_TOKEN * len(token_ids)
-        url, limit_s = endpoint.url.rstrip("/") + GENERATE_PATH, self._settings.timeout_s
+    async def _send(
+        self, endpoint: Endpoint, *, path: str, body: dict[str, object], parse: Callable[[bytes], list[T]], max_bytes: int = MAX_OTHER_BYTES
+    ) -> list[T]:
+        assert self._http is not None, "the client has not been started"
+        url, limit_s = endpoint.url.rstrip("/") + path, self._settings.timeout_s
         try:
             answer = await self._http.request(
-                "POST", url, body, max_bytes=most, timeout_s=limit_s, connect_timeout_s=CONNECT_TIMEOUT_S
+                "POST", url, body, max_bytes=max_bytes, timeout_s=limit_s, connect_timeout_s=CONNECT_TIMEOUT_S
             )  # fmt: skip
         except NoResponse as error:
             raise EndpointError(to_one_line(str(error))) from error
@@ -108,7 +136,15 @@ class TeacherClient:
             raise RequestRejected(said + remedy)
         if not answer.is_success:
             raise EndpointError(said)
-        return parse_logprobs(answer.content, token_ids)
+        return parse(answer.content)
+
+
+def parse_tokens(content: bytes) -> list[int]:
+    """Return the token ids in a reply; raise InvalidReply if it has none."""
+    try:
+        return _Tokens.model_validate_json(content).tokens
+    except ValidationError as error:
+        raise InvalidReply(to_one_line(str(error))) from error
 
 
 def parse_logprobs(content: bytes, token_ids: list[int]) -> list[float]:
