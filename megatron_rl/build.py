@@ -41,8 +41,8 @@ from megatron_rl.rollout.renderer import Renderer, max_inline_pixels
 from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.rollout.server_engine import ServerEngine
 from megatron_rl.rollout.task import Task
-from megatron_rl.rollout.teacher_client import TeacherClient
 from megatron_rl.rollout.vllm.server_api import VllmServer, expected_engine_fingerprint, read_engine_token
+from megatron_rl.rollout.vllm.teacher_client import TeacherClient
 from megatron_rl.rollout.vllm.weight_sender import WeightSender
 from megatron_rl.run.checkpoint_state import CheckpointState, InputDigests
 from megatron_rl.run.checkpoints import Checkpoints, find_checkpoint

@@ -22,7 +22,7 @@ from megatron_rl.rollout.load_balancer import EngineRank, StartGroupFn
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.scheduler import GenerationSettings, PromptScheduler, ScheduledGroup
 from megatron_rl.rollout.task import Task
-from megatron_rl.rollout.teacher_client import TeacherClient
+from megatron_rl.rollout.vllm.teacher_client import TeacherClient
 from megatron_rl.rollout.work_buffer import DUE, BufferState, StepTarget, WorkBuffer
 from megatron_rl.types import Example, Rollout, StopReason, TokenSequence
 

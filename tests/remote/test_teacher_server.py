@@ -16,7 +16,7 @@ from megatron_rl.errors import AccessDenied, InfraError, PermanentInfraError
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.rollout_store import read_rollouts
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.teacher_client import TeacherClient, parse_logprobs
+from megatron_rl.rollout.vllm.teacher_client import TeacherClient, parse_logprobs
 from megatron_rl.types import TokenSequence
 from megatron_rl_tools.convert import verify
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
