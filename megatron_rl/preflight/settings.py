@@ -159,6 +159,8 @@ def _check_teacher(settings: Settings, model: ModelSpec, world_size: int) -> Non
 def _check_teacher_server(settings: Settings) -> None:
     urls, temperature = settings.distill.server.urls, settings.algo.temperature
     require(settings.stage == "rl", "distill.server.urls", urls, "needs tokens that the policy samples; in stage=sft, use distill.teacher")
+    remedy = "asks no servers for the teacher's logprobs of recorded rollouts; use distill.teacher"
+    require(settings.run.mode != "replay", "run.mode", settings.run.mode, remedy)
     remedy = "servers return logprobs at temperature 1; use 1 with distill.server.urls, or distill.teacher"
     require(temperature == 1, "algo.temperature", temperature, remedy)
 

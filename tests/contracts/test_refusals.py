@@ -128,6 +128,8 @@ def test_a_teacher_on_servers_needs_sampled_tokens_at_temperature_1(random_model
     check_settings(settings_of(*given, "algo=distill"), 1)
     with pytest.raises(ValueError, match=r"^algo.temperature=0.7: servers return logprobs at temperature 1"):
         check_settings(settings_of(*given, "algo.temperature=0.7"), 1)
+    with pytest.raises(ValueError, match=r"^run.mode=replay: asks no servers for the teacher's logprobs of recorded rollouts"):
+        check_settings(settings_of(*given, "run.mode=replay", "run.eval_every=0", "rollouts.replay_from=a/rollouts"), 1)
     with pytest.raises(ValueError, match=r"^distill.server.urls=\['http://teacher:8000'\]: needs tokens that the policy samples"):
         check_settings(settings_of(*given, "stage=sft"), 1)
 
