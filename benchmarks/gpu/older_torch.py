@@ -10,7 +10,8 @@ argument, nothing is changed.
 
 In torch 2.11, a concatenation of up to eight tensors is always compiled to one loop with masked
 loads. The option max_complex_pointwise_cat_inputs of torch 2.13 is emulated: it is removed from the
-options of torch.compile, and the limit of eight is lowered to zero if max_pointwise_cat_inputs is 0.
+options of torch.compile, and the limit of eight is lowered to zero if max_pointwise_cat_inputs is
+0.
 """
 
 import argparse

@@ -43,7 +43,7 @@ class AlarmMonitor:
     """
 
     def __init__(self, settings: AlarmSettings, past: Sequence[Line] = ()) -> None:
-        """Create a monitor. `past` are the lines of the steps before, whose alarms were raised."""
+        """Create a monitor. Alarms of the steps in `past` were raised before."""
         self._window = settings.window
         self._rules = {name: rule for name, rule in RULES.items() if name not in settings.disable}
         self._lines: list[Line] = []

@@ -299,8 +299,8 @@ def test_the_warm_starts_loss_by_hand() -> None:
 
 @pytest.mark.parametrize(("teacher_alone", "expected", "gradient"), [(False, 1.0 + 4.5, [-1.0, -2.0]), (True, 4.5, None)])
 def test_a_teachers_term_in_the_warm_start_by_hand(teacher_alone: bool, expected: float, gradient: list[float] | None) -> None:
-    """The divergences 2 and 3.5 with the weights 1 and 2 and the coefficient 0.5 add 0.5 * (2 + 7) =
-    4.5; without the log-likelihood, the tokens' logprobs have no gradient."""
+    """The divergences 2 and 3.5 with the weights 1 and 2 and the coefficient 0.5 add 0.5 * (2 + 7)
+    = 4.5; without the log-likelihood, the tokens' logprobs have no gradient."""
     rows = make_loss_inputs([0.5, 1.75], [0.0, 0.0], weight=[1.0, 2.0], entropy=[0.5, 0.25])
     rows = dataclasses.replace(rows, divergence_R=torch.tensor([2.0, 3.5], requires_grad=True))
     term = DistillTerm(coef=0.5, divergence=read_divergence)

@@ -277,8 +277,8 @@ def test_older_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_older_torch_compiles_with_the_options_of_the_pinned_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch.compile lacks the option for concatenations, the option is dropped, and the limit
-    of the lowering is zero while max_pointwise_cat_inputs is 0."""
+    """The option for concatenations is dropped if torch.compile lacks it; the limit of the lowering
+    is then zero while max_pointwise_cat_inputs is 0."""
     older, limits = script("older_torch"), []
 
     def lower() -> None:

@@ -73,8 +73,8 @@ def test_the_teacher_rewards_each_token(torchrun, random_model: Path, teacher: P
 
 
 def test_the_teacher_alone_is_a_loss(torchrun, random_model: Path, teacher: Path, tmp_path: Path) -> None:  # noqa: ANN001
-    """With algo=distill the loss is the mean divergence of the sampled tokens times the coefficient,
-    also with the weights of the step after; no line says that nothing was learned."""
+    """With algo=distill the loss is the mean divergence of the sampled tokens times the
+    coefficient, also with the weights of the step after; no line says that nothing was learned."""
     given = ("algo=distill", f"distill.teacher={teacher}", "distill.final_coef=0.5", "distill.decay_steps=1", "distill.support=top_k")
     overrides = (f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", *GAME_OVERRIDES, *SMALL, *given, "run.steps=2")
     output = torchrun(2, TRAIN, *overrides)
@@ -119,7 +119,8 @@ def test_the_teacher_adds_to_the_warm_start(torchrun, random_model: Path, teache
 
 
 def banned_to_zero(model: torch.nn.Module, sequence: TokenSequence, renderer: Renderer) -> torch.Tensor:
-    """Return log-probabilities [T, V] in which the ids that are never sampled have probability 0."""
+    """Return log-probabilities [T, V] in which the ids that are never sampled have probability
+    0."""
     with torch.no_grad():
         logits = verify.compute_logits(model, sequence, image_token_id=renderer.image_token_id).double()
     logits[:, renderer.banned_ids] = float("-inf")

@@ -89,7 +89,7 @@ def _render_test(test: MarkedTest) -> str:
 
 
 def _link_reports(seen: str) -> str:
-    """Return the reports with a link for each whose repository is known."""
+    """Return the reports, with links to those in known repositories."""
 
     def link(found: re.Match[str]) -> str:
         repository = REPOSITORIES.get(found["name"])

@@ -8,10 +8,10 @@ class Failure:
     """A failure of RL of vision-language models that was reported publicly."""
 
     symptom: str
-    """What a user sees, in one line."""
+    """Symptom that a user sees, in one line."""
     seen: str
     """Public reports of the symptom, such as `verl#1640, trl#3847`."""
     here: str
-    """What this program does, in one line."""
+    """Behavior of this program in the same situation, in one line."""
     guide: str = ""
     """Page of docs/ that describes it, with an anchor if it has one."""

@@ -27,8 +27,8 @@ policy's number of embedding rows."""
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
 def test_a_teacher_of_7b_for_a_policy_of_3b(tp: int, pp: int) -> None:
-    """The stages together hold the teacher once (in bfloat16), apart from what tensor-parallel ranks
-    hold twice, and the last stage the output layer for the policy's vocabulary."""
+    """The stages together hold the teacher once (in bfloat16), apart from what tensor-parallel
+    ranks hold twice, and the last stage the output layer for the policy's vocabulary."""
     settings = Settings(
         model=ModelSettings(path=POLICY, dtype="bfloat16"), run=RunSettings(dir="there"), distill=DistillSettings(teacher=TEACHER)
     )
@@ -71,8 +71,8 @@ def test_the_teachers_hidden_states_on_the_host() -> None:
 
 
 def test_the_teachers_logits_of_a_chunk() -> None:
-    """2,048 rows of the teacher's logits and of the divergence's gradient, with a mask of one byte per
-    entry if there are top tokens; an estimate from the sampled token needs neither."""
+    """2,048 rows of the teacher's logits and of the divergence's gradient, with a mask of one byte
+    per entry if there are top tokens; an estimate from the sampled token needs neither."""
     model = load_known_spec(POLICY)
     found = [
         _divergence_bytes(model, Settings(model=ModelSettings(path=POLICY), run=RunSettings(dir="there"), distill=distill), itemsize=2)

@@ -1,4 +1,5 @@
-"""Alarms: each planted hack raises its own alarm, at the step computed by hand, and nothing else."""
+"""Alarms: each planted hack raises its own alarm, at the step computed by hand, and nothing
+else."""
 
 import math
 import random
@@ -79,7 +80,8 @@ def test_a_planted_hack_raises_its_alarm_once_at_its_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", HACKS)
 def test_noise_and_values_that_are_not_numbers_hide_no_hack(name: str) -> None:
-    """Each value is off by up to 5%, and every fourth one is NaN. The rules still find only the hack."""
+    """Each value is off by up to 5%, and every fourth one is NaN. The rules still find only the
+    hack."""
     lines = planted(HACKS[name][0], noise=0.05)
     for number, line in enumerate(lines):
         line |= {metric: math.nan for place, metric in enumerate(CLEAN) if (number + place) % 4 == 0}
@@ -90,8 +92,8 @@ def test_noise_and_values_that_are_not_numbers_hide_no_hack(name: str) -> None:
 def test_clean_runs_raise_nearly_nothing() -> None:
     """100 noisy runs of 100 steps: half of them flat, half with rising reward and falling entropy.
 
-    Values are off by up to 30%. The 20 evaluations of a run have 100 episodes with P(success) = 0.8,
-    the judge scores 128 rollouts. In 600 other such runs, 12 alarms were false.
+    Values are off by up to 30%. The 20 evaluations of a run have 100 episodes with P(success) =
+    0.8, the judge scores 128 rollouts. In 600 other such runs, 12 alarms were false.
     """
     dice, found = numpy.random.default_rng(0), []
     for seed in range(100):
@@ -145,7 +147,8 @@ def test_few_steps_are_not_judged() -> None:
 
 
 def test_a_success_that_falls_within_its_noise_is_no_alarm() -> None:
-    """A drop from 80% to 65%: with 20 episodes, 2 sigma are 27.8 points; with 400, 6.2, so 10 count."""
+    """A drop from 80% to 65%: with 20 episodes, 2 sigma are 27.8 points; with 400, 6.2, so 10
+    count."""
     values = {"eval/greedy_success": 0.65, "reward/mean": 0.8}
     assert raised(planted(values)) == [("held_out_falls", 49)]
     assert raised([line | ({"eval/greedy_episodes": 20.0} if "eval/greedy_episodes" in line else {}) for line in planted(values)]) == []
@@ -181,7 +184,8 @@ def test_metrics_say_while_an_alarm_is_active_and_a_resumed_monitor_continues() 
 
 
 def test_no_values_of_a_metric_end_a_run() -> None:
-    """Random lines with missing metrics, NaN, infinities, zeros and huge numbers raise no exception."""
+    """Random lines with missing metrics, NaN, infinities, zeros and huge numbers raise no
+    exception."""
     dice = random.Random(0)
     names = [*CLEAN, "eval/greedy_success", "eval/greedy_episodes", "reward_r2/veto x"]
     odd = [math.nan, math.inf, -math.inf, 0.0, -1.0, 1e308, 1.0, 5e-324]
@@ -228,7 +232,8 @@ def test_a_term_that_abstains_is_compared_where_it_exists() -> None:
 
 
 def test_duplicates_are_counted_inside_groups() -> None:
-    """Sampled tokens by group: 7 7 8 and 7 7 7. One of the first and two of the second repeat others."""
+    """Sampled tokens by group: 7 7 8 and 7 7 7. One of the first and two of the second repeat
+    others."""
     rollouts = [of_terms(group, 1.0, tokens) for group, tokens in ((0, 7), (0, 7), (0, 8), (1, 7), (1, 7), (1, 7))]
     assert group_metrics(rollouts)["rollout/duplicate_fraction"] == 0.5
     rollouts[0].verdicts = [JudgeResult(judge="j", prompt="p", value=value) for value in (0.25, 0.75)]
@@ -272,7 +277,8 @@ def learn(reward_of: Callable[[int, bool], float], *, num_steps: int = 60) -> Ru
 
 
 def test_a_policy_that_learns_to_be_long_is_found_and_one_that_learns_to_be_right_is_not() -> None:
-    """A reward that pays 3 for 32 tokens and 1 for the right answer, where long answers are wrong."""
+    """A reward that pays 3 for 32 tokens and 1 for the right answer, where long answers are
+    wrong."""
     hacked, clean = learn(lambda length, right: right + 3 * length / 32), learn(lambda length, right: float(right))
     assert hacked[-6]["eval/greedy_success"] < 0.6 < hacked[4]["eval/greedy_success"] < 0.9 < clean[-6]["eval/greedy_success"]
     assert {name for name, _ in raised(hacked)} >= {"held_out_falls", "one_term_dominates"}

@@ -98,7 +98,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alarmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a run with windows of 4 steps that recorded `tool_use_dies`, but not `groups_collapse`."""
+    """Write a run with windows of 4 steps that recorded `tool_use_dies`, but not
+    `groups_collapse`."""
     folder = tmp_path_factory.mktemp("alarmed") / "alarmed"
     folder.mkdir()
     lines = [

@@ -141,7 +141,8 @@ async def start_and_close(client: TeacherClient) -> None:
 
 
 def test_another_tokenizer_is_refused_at_the_start(url: str, teacher: Path) -> None:
-    """A tokenizer in which the digit 3 has another id is refused, with the position and both ids."""
+    """A tokenizer in which the digit 3 has another id is refused, with the position and both
+    ids."""
     renderer = Renderer(ModelSettings(path=str(teacher)))
     own, other = renderer.tokenizer.encode("3")[0], renderer.tokenizer.encode("4")[0]
 

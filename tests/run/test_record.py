@@ -315,9 +315,9 @@ def test_lines_that_are_gone_are_named_when_a_run_goes_on(
 
 def test_alarms_are_printed_once_and_a_resumed_run_knows_them(tmp_path: Path) -> None:
     """Tool use falls from 1 to 0 at step 12 with windows of 4 steps: 3 of 4 values are new at step
-    14. The run is resumed from step 16. The final evaluation is far below the one after step 20. The
-    last rewards before them are 1.7 to 2.0, and 2.7 to 2.9 with the line of the final evaluation.
-    """
+    14. The run is resumed from step 16. The final evaluation is far below the one after step 20.
+    The last rewards before them are 1.7 to 2.0, and 2.7 to 2.9 with the line of the final
+    evaluation."""
     settings = Settings(run=RunSettings(dir=str(tmp_path)), alarms=AlarmSettings(window=4, disable=["kl_grows"]))
     shown = io.StringIO()
 

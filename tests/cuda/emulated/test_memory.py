@@ -1,5 +1,6 @@
-"""Planned bytes against the emulated allocator's count in an update. tests/gpu/test_memory_on_gpu.py
-measures the cases of a frozen vision tower with five times as many tokens.
+"""Planned bytes against the emulated allocator's count in an update.
+tests/gpu/test_memory_on_gpu.py measures the cases of a frozen vision tower with five times as many
+tokens.
 
 Compiled functions run uncompiled here, so that temporary tensors are larger than on a GPU.
 """
@@ -29,7 +30,8 @@ LONG_CASES = [("adapters", "none"), ("adapters", "vision"), ("tower", "vision"),
 
 @pytest.mark.parametrize(("trained", "recompute"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_CASES)])
 def test_an_update_stays_below_the_plan_and_near_it(trained: str, recompute: str, random_model: Path) -> None:
-    """Held bytes equal the plan within 5%; the additional peak never exceeds the planned activations.
+    """Held bytes equal the plan within 5%; the additional peak never exceeds the planned
+    activations.
 
     It is at least 45% of them, and 50%, the bound on a GPU, if only the language model is trained.
     Nearly all tokens are image tokens, as the plan assumes.
