@@ -3,6 +3,7 @@
 The supervisor (supervisor.py) terminates the command when the run ends, even after a crash.
 """
 
+import random
 import socket
 import subprocess
 import sys
@@ -20,6 +21,10 @@ from megatron_rl_sandbox.token import USER_KEY_VARIABLES
 
 MAX_LOG_TAIL_CHARS = 300
 """Maximum number of characters that an error message quotes from the last line of a log."""
+
+CONNECTION_PORTS_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""File with the first and the last port that the kernel gives to outgoing connections."""
+LOWEST_SERVER_PORT, MAX_PORTS_TRIED = 10_000, 20
 
 
 class SupervisedProcess:
@@ -99,7 +104,21 @@ def is_port_free(port: int) -> bool:
 
 
 def find_free_port(host: str) -> int:
-    """Return a port that is currently free on this host."""
+    """Return a port that is currently free on this host.
+
+    Ports of outgoing connections are avoided, since a connection could take the port before the
+    server binds it. If the kernel may use every port for connections, it chooses the port.
+
+    Raises:
+        OSError: The host is not an address of this node.
+    """
+    first_connection_port = int(CONNECTION_PORTS_FILE.read_text().split()[0])
+    candidates = range(LOWEST_SERVER_PORT, first_connection_port)
+    tried = random.SystemRandom().sample(candidates, min(len(candidates), MAX_PORTS_TRIED))
+    for port in tried:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((host, port))
+            return port
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

@@ -5,7 +5,6 @@ and every rank exits with code 1.
 import errno
 import os
 import shutil
-import socket
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import torch
 
 from megatron_rl.cli.app import add_disk_full_hint, exit_with_error
 from megatron_rl.distributed.world import SharedOSError, SharedValueError, World, raise_on_all_ranks, run_on_rank_zero
+from megatron_rl.services.supervised_process import find_free_port
 from tests.conftest import SUPPORT
 from tests.support import fork_server
 from tests.support.single_process_policy import single_process_world
@@ -28,9 +28,7 @@ from tests.support.single_process_policy import single_process_world
     ],
 )
 def test_one_line_for_three_ranks(words: tuple[str, ...], said: str, random_model: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_free_port("127.0.0.1")
     given = ("experiment=numberline_grpo_cpu", f"model.path={random_model}", f"run.dir={tmp_path}/run", *words)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
     ranks = [

@@ -17,6 +17,7 @@ from megatron_rl.clients.proxies import find_proxy, proxy_hint
 from megatron_rl.config import ListenerSettings
 from megatron_rl.errors import InfraError
 from megatron_rl.rewards.judge import Judge
+from megatron_rl.services.supervised_process import find_free_port
 from megatron_rl.tasks.lewis.listener_client import ListenerClient
 from tests.conftest import ROOT
 from tests.support.fake_judge_server import PROMPT, answer_correct, make_judge_settings, prompt_fields, run_judge, serve_judge
@@ -58,9 +59,7 @@ def proxying(*, status: int = 200) -> Iterator[tuple[str, list[str]]]:
 
 def refusing() -> str:
     """Return a URL that refuses connections."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
+    return f"http://127.0.0.1:{find_free_port('127.0.0.1')}"
 
 
 def start(judge: Judge) -> None:

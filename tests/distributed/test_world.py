@@ -3,7 +3,6 @@ settings and timeouts.
 """
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -20,6 +19,7 @@ from megatron_rl.distributed.world import (
     read_world,
     round_up_to_minutes,
 )
+from megatron_rl.services.supervised_process import find_free_port
 from tests.conftest import ROOT, SUPPORT
 from tests.support import fork_server
 
@@ -59,9 +59,7 @@ def test_a_wrong_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """If GLOO_SOCKET_IFNAME names no network interface, the error names the interface and the
     variable.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_free_port("127.0.0.1")
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "none0", "WORLD_SIZE": 1, "RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
     line = r"^--nnodes=1: the 1 processes did not connect within parallel.timeout_s=5 \(.*none0.*\); .* GLOO_SOCKET_IFNAME .* interface"

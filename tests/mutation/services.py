@@ -59,4 +59,11 @@ MUTANTS = (
         "",
         "tests/services/test_services_token.py -k port_first",
     ),
+    Mutant(
+        "a free port is one that connections use",
+        "megatron_rl/services/supervised_process.py",
+        "for port in tried:",
+        "for port in ():",
+        "tests/services/test_services.py -k free_port",
+    ),
 )

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from socket import create_server
 
 import pytest
 
 from megatron_rl.errors import InfraError
+from megatron_rl.services.supervised_process import find_free_port
 from megatron_rl.tasks.lewis.listener_client import ListenerClient
 from tests.chaos.proxy import Proxy
 from tests.support.listener_clients import ENCODED_PICTURES, expected_probabilities, listener_settings
@@ -32,8 +32,7 @@ def test_nothing_is_lost_when_lines_are_cut_and_a_listener_starts_anew(tmp_path:
     """All of 600 scores arrive and equal the known ones: 200 clients ask three questions each, at
     two addresses. One piece in ten is cut off with its connection, in both directions; the listener
     behind both addresses is killed midway and restarts without the images."""
-    with create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = find_free_port("127.0.0.1")
     answers: dict[tuple[int, int], tuple[tuple[int, ...], str, list[float]]] = {}
 
     async def one(number: int, urls: list[str]) -> None:

@@ -4,7 +4,6 @@ stand-in that behaves as documented."""
 import asyncio
 import base64
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import httpx
 import pytest
 from PIL import Image
 
+from megatron_rl.services.supervised_process import find_free_port
 from megatron_rl_sandbox import BoxLimits, CallError, CallResult, CallUsage, DroppedOutput, Fault, PoolFull, ReturnedImage, SandboxError
 from megatron_rl_sandbox import image_codec as pictures
 from megatron_rl_sandbox.bounded_http import BoundedClient, BoundedResponse, NoResponse
@@ -316,8 +316,7 @@ def test_whatever_a_server_refuses_it_ends_no_run(status: int) -> None:
 
 
 def test_a_server_that_is_not_there_is_the_hosts_fault() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = find_free_port("127.0.0.1")
 
     async def talking() -> None:
         async with SandboxClient(f"http://127.0.0.1:{port}"):

@@ -18,9 +18,10 @@ from megatron_rl.config import JudgeSettings, ModelSettings, RunSettings, Sandbo
 from megatron_rl.config import TaskSettings as Task
 from megatron_rl.distributed.world import connect, disconnect, read_world
 from megatron_rl.errors import GracefulStop
+from megatron_rl.services import supervised_process
 from megatron_rl.services.address import address_file, find_address, publish_address, token_file
 from megatron_rl.services.service_launcher import check_service, resolve_addresses, run_services
-from megatron_rl.services.supervised_process import make_environment
+from megatron_rl.services.supervised_process import find_free_port, make_environment
 from megatron_rl_sandbox.token import write_token
 from tests.conftest import ROOT, SUPPORT
 from tests.support import fork_server
@@ -272,6 +273,25 @@ def test_what_cannot_be_started_is_known_before() -> None:
                 check_service("judge", service, num_used_gpus=6, num_gpus=num_gpus)
     for service, num_gpus in ((judge, 0), (replace(judge, gpus=[6, 7]), 8), (replace(judge, args=["--gpu-memory-utilization", "0.2"]), 8)):
         check_service("judge", service, num_used_gpus=6, num_gpus=num_gpus)
+
+
+def test_a_free_port_is_not_one_of_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ports are below the kernel's range for connections, or in the range if no port is below. A
+    port in use is not returned, and a host of another machine is an error.
+    """
+    first, last = map(int, supervised_process.CONNECTION_PORTS_FILE.read_text().split())
+    assert all(port < first for port in (find_free_port("127.0.0.1") for _ in range(20)))
+    with pytest.raises(OSError, match="assign"):
+        find_free_port("192.0.2.1")
+    whole = tmp_path / "range"
+    whole.write_text("1024 65535")
+    monkeypatch.setattr(supervised_process, "CONNECTION_PORTS_FILE", whole)
+    assert first <= find_free_port("127.0.0.1") <= last
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        used = taken.getsockname()[1]
+        whole.write_text(f"{used + 1} 65535")
+        monkeypatch.setattr(supervised_process, "LOWEST_SERVER_PORT", used)  # the port in use is the only one below the range
+        assert find_free_port("127.0.0.1") != used
 
 
 def test_its_gpus_are_among_those_of_the_run() -> None:
