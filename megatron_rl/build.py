@@ -272,6 +272,7 @@ def episode_settings(settings: Settings) -> EpisodeSettings:
         temperature=settings.algo.temperature, seed=settings.run.seed,
         max_turns=task.max_turns, max_new_tokens=task.max_new_tokens, max_seconds=task.max_seconds,
         env_timeout_s=task.env_timeout_s, stop_on_tool_error=task.stop_on_tool_error,
+        keeps_final_state=settings.algo.bootstrap_truncated,
         max_sequence_tokens=engine.max_model_len, max_images=engine.max_images, max_pixels=task.max_pixels,
     )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Turns a step's rollouts into micro-batches with logprobs, values and advantages."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -54,9 +55,12 @@ def prepare_training_batch(
     if not needs_model_outputs:
         algorithm.advantage_fn(rollouts, algo)
     shares = shard_minibatches(rollouts, settings, policy, keep_zero_advantage=needs_model_outputs)
-    fetch_images(images_by_rank(shares, policy))
+    ends = final_states(rollouts) if algo.bootstrap_truncated else []
+    shares_of_ends = shard_minibatches(ends, settings, policy, keep_zero_advantage=True)
+    fetch_images(images_by_rank([*shares, *shares_of_ends], policy))
     minibatches = pack_minibatches(rollouts, shares, settings, policy, step=step)
     compute_logprobs_and_values(minibatches, settings, policy, critic, has_values=algorithm.needs_critic)
+    compute_final_values(ends, shares_of_ends, policy, critic or policy)
     if needs_model_outputs:
         compute_advantages(rollouts, minibatches, settings, algorithm, columns=columns, step=step)
     if algorithm.needs_critic:
@@ -137,6 +141,31 @@ def compute_logprobs_and_values(
         fill_column(minibatches, partial(policy.logprobs, weights="reference"), "ref_logprob_T")
     if settings.distill.teacher:
         fill_column(minibatches, partial(policy.logprobs, weights="teacher"), "teacher_logprob_T")
+
+
+def final_states(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Return a rollout for each final state, with this state as its only sequence."""
+    return [
+        replace(rollout, sequences=[rollout.final_state], turns=[], final_state=None)
+        for rollout in rollouts
+        if rollout.final_state is not None
+    ]
+
+
+def compute_final_values(ends: Sequence[Rollout], shares: Sequence[RankShares], policy: Policy, critic: Critic | Policy) -> None:
+    """Compute the critic's values of final states that belong to rollouts to train on.
+
+    All ranks must call this function together.
+
+    Args:
+        ends: Result of `final_states`.
+        shares: Result of `shard_minibatches` for `ends`.
+        policy: Packs the final states.
+        critic: Computes the values.
+    """
+    if shares:
+        batches = [batch for each in shares for batch in policy.pack_local(each)]
+        write_column(ends, batches, critic.values(batches), column="values")
 
 
 def fill_column(minibatches: list[list[MicroBatch]], compute: Callable[[list[MicroBatch]], list[torch.Tensor]], *names: str) -> None:

@@ -385,6 +385,12 @@ class Rollout:
     """
     sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    final_state: TokenSequence | None = None
+    """Context of the policy after the last observation, if the environment truncated the episode
+    and algo.bootstrap_truncated is set; otherwise None. The context has one more token, the only
+    one with loss mask 1, because a critic's values are computed at sampled tokens. It is not
+    trained on.
+    """
     status: Status = Status.COMPLETED
     stop_reason: StopReason = StopReason.DONE
     reason: str = ""
@@ -414,15 +420,20 @@ class Rollout:
 
     @property
     def images(self) -> list[Image]:
-        """Images of all sequences, followed by the images of all turns.
+        """Images of all sequences (also of the final state), followed by the images of all turns.
 
         Most images occur more than once in this list.
         """
-        return [image for each in (*self.sequences, *self.turns) for image in each.images]
+        return [image for each in (*self.contexts, *self.turns) for image in each.images]
+
+    @property
+    def contexts(self) -> list[TokenSequence]:
+        """All sequences, followed by the final state if there is one."""
+        return self.sequences if self.final_state is None else [*self.sequences, self.final_state]
 
     def drop_patches(self) -> None:
         """Drop the patches of all images and keep the pixels."""
-        for each in (*self.sequences, *self.turns):
+        for each in (*self.contexts, *self.turns):
             each.images = [image.without_patches() for image in each.images]
 
     @property

@@ -2,6 +2,7 @@
 policy whose logprobs are scripted per token.
 """
 
+import copy
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -209,6 +210,23 @@ def credited_on(
         return list(pool.map(one, range(ranks)))
 
 
+def test_images_of_final_states_are_fetched_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call fetches the images of the trained sequences and of the final states. The scripted
+    policy needs one image per rank and mini-batch.
+    """
+    monkeypatch.setattr(token_stats, "all_gather_large_object", lambda value: [value])
+    rollouts, shown = step(), []
+    for rollout, has_final in zip(rollouts, (True, False) * 6, strict=True):
+        rollout.final_state = TokenSequence([5, 6, 901], [0, 0, 1], [0.0] * 3, [-1, -1, 0]) if has_final else None
+    for bootstraps in (True, False):
+        algo = AlgoSettings(name="ppo", bootstrap_truncated=bootstraps)
+        training_batch.prepare_training_batch(
+            copy.deepcopy(rollouts), settings_of(algo, minibatches=2), Scripted(), algorithm=ALGORITHMS["ppo"], fetch_images=shown.append,
+            step=0,
+        )  # fmt: skip
+    assert [len(needed[0]) for needed in shown] == [4, 2]
+
+
 @pytest.mark.parametrize(("name", "textbook"), [("rloo", leave_one_out), ("reinforce_pp", whitened)])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("share", [True, False])
@@ -292,6 +310,37 @@ def test_a_critics_values_go_to_the_contexts_and_come_back_as_advantages_and_ret
             assert by_token(batch, batch.old_logprob_T) == {token: SAYS["current"](token) for token in given}
             assert batch.logprob_scale_T is None
     assert sorted(trained) == sorted(advantages), "each once"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("own", [True, False])
+def test_final_states_are_valued_once_and_not_trained_on(own: bool, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The final states of two rollouts, of which one is filtered out: the advantages of the other's
+    last action grow by gamma * value, and the micro-batches have the same tokens as without them.
+    """
+    made = [step(), step()]
+    for rollout, token in ((made[0][0], 903), (made[0][4], 904)):
+        rollout.final_state = TokenSequence()
+        rollout.final_state.extend([5, 6, 8])
+        rollout.final_state.extend([token], logprobs=[0.0])
+    algo = AlgoSettings(name="ppo", gamma=0.5, lam=0.0, whiten_advantages=False, bootstrap_truncated=True)
+    runs = []
+    for rollouts in made:
+        monkeypatch.setattr("tests.test_training_loop.step", lambda rollouts=rollouts: copy.deepcopy(rollouts))
+        runs.append(credited_on(ranks, settings_of(algo, minibatches=2), monkeypatch, own_critic=own))
+    for (with_final, policy, batches), (without, _, plain) in zip(*runs, strict=True):
+        reader = policy.critic if own else policy
+        assert reader.asked.count("values") == 3 - 2 * (not own), "the mini-batches and one pass for the final states"
+        assert with_final[0].final_state.values == [0.0, 0.0, 0.0, VALUE(903)] and with_final[4].final_state.values == []
+        gained = [
+            [a - b for c, d in zip(one.sequences, two.sequences, strict=True) for a, b in zip(c.advantages, d.advantages, strict=True)]
+            for one, two in zip(with_final, without, strict=True)
+        ]
+        last = [place for place, sampled in enumerate(with_final[0].sequences[0].loss_mask) if sampled][-1]
+        expected = [0.5 * VALUE(903) if place == last else 0.0 for place in range(len(gained[0]))]
+        assert gained[0] == pytest.approx(expected) and not any(value for row in gained[1:] for value in row)
+        tokens, old = ([batch.token_T.tolist() for each in found for batch in each] for found in (batches, plain))
+        assert tokens == old and VALUE(903) > 0
 
 
 def test_thoughts_count_less_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

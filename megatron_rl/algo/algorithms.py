@@ -93,6 +93,9 @@ def check_algorithm(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = AL
     by_turn = [name for name, row in algorithms.items() if row.supports_turn_credit]
     remedy = f"algo.name={algo.name} assigns one advantage per episode; use broadcast, or one of the algorithms {', '.join(by_turn)}"
     require(algo.turn_credit == "broadcast" or algo.name in by_turn, "algo.turn_credit", algo.turn_credit, remedy)
+    has_values = not algo.bootstrap_truncated or algorithms[algo.name].needs_critic
+    remedy = f"algo.name={algo.name} has no critic; use ppo, or set it to false"
+    require(has_values, "algo.bootstrap_truncated", algo.bootstrap_truncated, remedy)
     clips = algo.clip_ratio_c == 0 or algorithms[algo.name].supports_dual_clip
     require(clips, "algo.clip_ratio_c", algo.clip_ratio_c, f"has no effect with algo.name={algo.name}; leave it at 0")
 

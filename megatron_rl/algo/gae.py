@@ -31,8 +31,8 @@ def generalized_advantages(rollouts: Sequence[Rollout], algo: AlgoSettings) -> N
     """Compute GAE advantages: A_t = d_t + g * lam * A_(t+1), with d_t = r_t + g * V_(t+1) - V_t.
 
     Source: arXiv 1506.02438, eq. 16, with g = algo.gamma and lam = algo.lam. V is 0 after the end
-    of an episode, whether the episode was completed or truncated. The critic's target is A_t + V_t,
-    computed before advantages are whitened (algo.whiten_advantages).
+    of an episode, except with algo.bootstrap_truncated (see `final_value`). The critic's target is
+    A_t + V_t, computed before advantages are whitened (algo.whiten_advantages).
 
     If a turn is one action (algo.gae_level=turns), all tokens of the turn have the same advantage,
     and the return is stored at the turn's first token.
@@ -40,7 +40,10 @@ def generalized_advantages(rollouts: Sequence[Rollout], algo: AlgoSettings) -> N
     scored = [rollout for members in split_into_groups(rollouts).values() for rollout in members]
     trained = [rollout for rollout in scored if rollout.is_trained_on]
     episodes = [split_into_actions(rollout, algo) for rollout in trained]
-    gained = [gae([a.reward for a in actions], [a.value for a in actions], algo.gamma, algo.lam) for actions in episodes]
+    gained = [
+        gae([a.reward for a in actions], [a.value for a in actions], algo.gamma, algo.lam, final_value=final_value(rollout, algo))
+        for rollout, actions in zip(trained, episodes, strict=True)
+    ]
     credits = whiten(gained) if algo.whiten_advantages else gained
     for rollout in scored:
         for context in rollout.sequences:
@@ -58,9 +61,22 @@ def values_and_returns(rollouts: Sequence[Rollout], algo: AlgoSettings) -> tuple
     return [action.value for action in actions], [action.context.returns[action.start] for action in actions]
 
 
-def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
-    """Return the GAE advantages of one episode's actions, in order."""
-    advantages, later, next_value = [], 0.0, 0.0
+def final_value(rollout: Rollout, algo: AlgoSettings) -> float:
+    """Return the value of the state after the episode's last action.
+
+    The value is 0, unless algo.bootstrap_truncated is set and the rollout has a final state. In
+    this case, it is the critic's value of the final state.
+    """
+    final = rollout.final_state
+    return final.values[-1] if algo.bootstrap_truncated and final is not None else 0.0
+
+
+def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float, *, final_value: float = 0.0) -> list[float]:
+    """Return the GAE advantages of one episode's actions, in order.
+
+    `final_value` is the value of the state after the last action.
+    """
+    advantages, later, next_value = [], 0.0, final_value
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         later = reward + gamma * next_value - value + gamma * lam * later
         next_value = value

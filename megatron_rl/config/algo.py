@@ -41,6 +41,10 @@ class AlgoSettings:
     lam: float = 1.0
     """Lambda of generalized advantage estimation (arXiv 1506.02438): 0 uses the one-step TD error;
     1 uses the full return minus the value."""
+    bootstrap_truncated: bool = False
+    """If the environment truncated an episode (stop reason env_truncated), use the critic's value
+    of the state after the last observation as the value after the end; false uses 0. Requires an
+    algorithm with a critic."""
     whiten_advantages: bool = True
     """With a critic, whiten advantages to mean 0 and standard deviation 1 over all GAE time steps
     of the step's training rollouts."""

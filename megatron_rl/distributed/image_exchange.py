@@ -215,8 +215,10 @@ def _node_name() -> tuple[str, int]:
     return boot.read_text(), namespace.stat().st_ino
 
 
-TokenData = tuple[Rollout, list[tuple]]
-"""A rollout without its sequences, and the sequences as encoded by `_pack_context`."""
+TokenData = tuple[Rollout, list[tuple], tuple | None]
+"""A rollout without its sequences, its sequences as encoded by `_pack_context`, and the final state
+in the same form.
+"""
 
 
 def _encode_rollouts(rollouts: Sequence[Rollout]) -> list[TokenData]:
@@ -233,12 +235,21 @@ def _encode_rollouts(rollouts: Sequence[Rollout]) -> list[TokenData]:
     for rollout in rollouts:
         turns = [replace(turn, images=without(turn.images)) for turn in rollout.turns]
         flat = [_pack_context(context, without(context.images)) for context in rollout.sequences]
-        words.append((replace(rollout, sequences=[], turns=turns), flat))
+        final = rollout.final_state
+        flat_final = None if final is None else _pack_context(final, without(final.images))
+        words.append((replace(rollout, sequences=[], turns=turns, final_state=None), flat, flat_final))
     return words
 
 
 def _decode_rollouts(words: Sequence[TokenData]) -> list[Rollout]:
-    return [replace(rollout, sequences=[_unpack_context(*flat) for flat in contexts]) for rollout, contexts in words]
+    return [
+        replace(
+            rollout,
+            sequences=[_unpack_context(*flat) for flat in contexts],
+            final_state=None if final is None else _unpack_context(*final),
+        )
+        for rollout, contexts, final in words
+    ]
 
 
 def _pack_context(context: TokenSequence, images: list[Image]) -> tuple:

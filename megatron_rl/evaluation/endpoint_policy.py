@@ -155,6 +155,9 @@ class ChatConversation:
             self.turns[-1].images = self.sequences[-1].images[-len(extract_images(messages)) :] if extract_images(messages) else []
         return end
 
+    async def render_final_state(self, messages: Sequence[Message], *, is_new_prompt: bool, after_turn: int | None = None) -> None:
+        """Return None, because the tokens are unknown."""
+
     async def _append_messages(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
         images = await asyncio.to_thread(lambda: [prepare_image(picture, self._client.model) for picture in extract_images(messages)])
         context = TokenSequence() if is_new_prompt else self.sequences[-1]

@@ -231,8 +231,10 @@ def without_training_columns(rollout: Rollout) -> Rollout:
     The values added during training are the token columns computed by models, the advantages, and
     the filter reason.
     """
-    contexts = [replace(context, **{name: [] for name in TOKEN_COLUMNS}) for context in rollout.sequences]
-    return replace(rollout, sequences=contexts, filter_reason="")
+    empty = {name: [] for name in TOKEN_COLUMNS}
+    contexts = [replace(context, **empty) for context in rollout.sequences]
+    final = None if rollout.final_state is None else replace(rollout.final_state, **empty)
+    return replace(rollout, sequences=contexts, final_state=final, filter_reason="")
 
 
 @contextmanager

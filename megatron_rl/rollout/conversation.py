@@ -90,6 +90,16 @@ class Conversation(Protocol):
         """
         ...
 
+    async def render_final_state(
+        self, messages: Sequence[Message], *, is_new_prompt: bool, after_turn: int | None = None
+    ) -> TokenSequence | None:
+        """Return the context after the last observation, as Rollout.final_state describes it.
+
+        The conversation is not changed. Returns None if the context exceeds a limit, or if the
+        conversation does not record tokens.
+        """
+        ...
+
 
 class SharedPrompt:
     """Prompt that the episodes of a group share and that is rendered only once.
@@ -208,11 +218,8 @@ class TokenConversation:
         turn = self.turns[-1 if after_turn is None else after_turn]
         continued = self.sequences[turn.sequence]
         is_branch = not is_new_prompt and turn.token_span[1] < len(continued.token_ids)
-        if is_branch:
-            continued = copy_prefix(continued, turn.token_span[1], image_token_id=self._renderer.image_token_id)
-        context = TokenSequence() if is_new_prompt else continued
-        render = partial(self._renderer.prompt if is_new_prompt else partial(self._renderer.observation, context), messages)
-        more = await render_off_loop(self._renderer, render, messages)
+        context = TokenSequence() if is_new_prompt else self._copy_prefix(turn) if is_branch else continued
+        more = await self._render(context, messages, is_new_prompt=is_new_prompt)
         end = self._limits.exceeds(context, more)
         if end is not None:
             return end
@@ -224,6 +231,26 @@ class TokenConversation:
         else:
             self._current = turn.sequence
         return None
+
+    async def render_final_state(
+        self, messages: Sequence[Message], *, is_new_prompt: bool, after_turn: int | None = None
+    ) -> TokenSequence | None:
+        """Return the context after the last observation plus one token; None if it is too long."""
+        turn = self.turns[-1 if after_turn is None else after_turn]
+        context = TokenSequence() if is_new_prompt else self._copy_prefix(turn)
+        more = await self._render(context, messages, is_new_prompt=is_new_prompt)
+        if self._limits.exceeds(context, more) is not None:
+            return None
+        context.extend(more.token_ids, images=tuple(more.images))
+        context.extend([self._renderer.end_id], logprobs=[0.0])
+        return context
+
+    def _copy_prefix(self, turn: Turn) -> TokenSequence:
+        return copy_prefix(self.sequences[turn.sequence], turn.token_span[1], image_token_id=self._renderer.image_token_id)
+
+    async def _render(self, context: TokenSequence, messages: Sequence[Message], *, is_new_prompt: bool) -> TokenSequence:
+        render = partial(self._renderer.prompt if is_new_prompt else partial(self._renderer.observation, context), messages)
+        return await render_off_loop(self._renderer, render, messages)
 
 
 async def render_off_loop(renderer: Renderer, render_fn: Callable[[], T], messages: Sequence[Message]) -> T:

@@ -48,6 +48,10 @@ class EpisodeSettings(SequenceLimits):
     """Timeout in seconds for each environment call (reset, step, close); 0 disables the timeout."""
     stop_on_tool_error: bool = False
     """True to end the episode when a tool call fails."""
+    keeps_final_state: bool = False
+    """True to store the final state of episodes that the environment truncates
+    (Rollout.final_state).
+    """
     seed: int
     """Base seed. The seed of each request is derived from the base seed, the group number, the
     sample index and the turn.
@@ -159,8 +163,15 @@ async def _run_turns(
         if step.action_char is not None:
             turn.action_start = conversation.char_to_token(step.action_char)
         rollout.reason = step.reason
+        if step.done and step.is_truncated:
+            if settings.keeps_final_state and step.messages:
+                with timer("prompt"):
+                    rollout.final_state = await conversation.render_final_state(
+                        step.messages, is_new_prompt=step.is_new_prompt, after_turn=step.after_turn
+                    )
+            return StopReason.ENV_TRUNCATED
         if step.done:
-            return StopReason.ENV_TRUNCATED if step.is_truncated else StopReason.DONE
+            return StopReason.DONE
         if settings.stop_on_tool_error and step.tool_call is not None and step.tool_call.error:
             rollout.reason = step.tool_call.error
             return StopReason.TOOL_ERROR

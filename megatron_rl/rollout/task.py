@@ -26,7 +26,9 @@ class Step:
     """Result of one environment step, which follows a response of the policy."""
 
     messages: list[Message]
-    """Messages of the next observation; empty if `done` is True."""
+    """Messages of the next observation. If `done` is True, they are used only if `is_truncated` is
+    True, for the value of the final state (algo.bootstrap_truncated), and may be empty.
+    """
     reward: float
     """Reward given by the environment for this step."""
     done: bool

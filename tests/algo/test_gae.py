@@ -61,7 +61,7 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("end", [StopReason.DONE, StopReason.ENV_TRUNCATED, StopReason.MAX_TURNS])
 def test_the_value_after_the_end_is_zero(end: StopReason) -> None:
     """Rewards 0 and 2, values 1 and 0.5, gamma = lambda = 0.5, as by hand: also if the episode was
-    truncated, because the state after its last action has no value.
+    truncated, unless its final state is known.
     """
     rollout = make_rollout(0, outcome_reward=0.0, reward_deltas=[0.0, 2.0], turn_sequences=[0, 1])
     rollout.stop_reason, rollout.status = end, Status.COMPLETED if end is StopReason.DONE else Status.TRUNCATED
@@ -69,6 +69,50 @@ def test_the_value_after_the_end_is_zero(end: StopReason) -> None:
         context.set_column("values", [value * sampled for sampled in context.loss_mask])
     credited([rollout], gae_level="turns", gamma=0.5, lam=0.5)
     assert collect_token_advantages(rollout) == [-0.375, 1.5] and returns(rollout) == [0.625, 2.0]
+
+
+def test_the_value_of_the_final_state_follows_the_last_action() -> None:
+    """Rewards 0 and 2, values 1 and 0.5, and 3 in the final state; gamma = lambda = 0.5, by hand:
+    d = (0 + 0.25 - 1, 2 + 1.5 - 0.5), A = (-0.75 + 0.25 * 3, 3), returns A + V.
+    """
+    rollout = truncated([0.0, 2.0], values=[1.0, 0.5], final_value=3.0)
+    credited([rollout], gae_level="turns", gamma=0.5, lam=0.5, bootstrap_truncated=True)
+    assert collect_token_advantages(rollout) == [0.0, 3.0] and returns(rollout) == [1.0, 3.5]
+    credited([rollout], gae_level="turns", gamma=0.5, lam=0.5)
+    assert collect_token_advantages(rollout) == [-0.375, 1.5], "not used without the setting"
+
+
+def truncated(rewards: list[float], *, values: list[float], final_value: float) -> Rollout:
+    """Return a truncated episode with one token per turn, with these rewards and values."""
+    rollout = make_rollout(0, outcome_reward=0.0, reward_deltas=rewards, turn_sequences=list(range(len(rewards))))
+    rollout.stop_reason, rollout.status = StopReason.ENV_TRUNCATED, Status.TRUNCATED
+    for context, value in zip(rollout.sequences, values, strict=True):
+        context.set_column("values", [value * sampled for sampled in context.loss_mask])
+    rollout.final_state = TokenSequence([1, 2], [0, 1], values=[math.nan, final_value])
+    return rollout
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.7, 1.0])
+def test_values_of_an_endless_task_do_not_depend_on_the_time_limit(lam: float) -> None:
+    """A task pays 1 and 3 in turn, without end, and its episodes are cut after three steps. With
+    gamma = 0.5, the solution of V0 = 1 + V1 / 2, V1 = 3 + V0 / 2 is V0 = 10/3, V1 = 14/3. Replacing
+    values with the returns of GAE converges to it only with the values of final states.
+    """
+    for bootstraps, expected in ((True, [10 / 3, 14 / 3]), (False, None)):
+        table = [0.0, 0.0]
+        for _ in range(60):
+            found = [[], []]
+            for start in (0, 1):
+                states = [(start + k) % 2 for k in range(3)]
+                episode = truncated([1.0 + 2 * s for s in states], values=[table[s] for s in states], final_value=table[(start + 3) % 2])
+                credited([episode], gae_level="turns", gamma=0.5, lam=lam, bootstrap_truncated=bootstraps)
+                for state, value in zip(states, returns(episode), strict=True):
+                    found[state].append(value)
+            table = [statistics.fmean(values) for values in found]
+        if expected is None:
+            assert max(table) < 4.5, "the last step of each episode seems to be worth its reward only"
+        else:
+            assert table == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.known_failure("observation-ends-return")

@@ -21,7 +21,7 @@ from megatron_rl.batching import packing
 from megatron_rl.config import AlgoSettings
 from megatron_rl.io.histogram import count_in_bins
 from megatron_rl.observe.step_metrics import merge_update_metrics
-from megatron_rl.types import LossInputs, LossMetrics
+from megatron_rl.types import LossInputs, LossMetrics, TokenSequence
 from tests.support.packed_example import make_pack_item
 from tests.support.random_loss_inputs import make_loss_inputs, make_random_loss_inputs, make_tensor, to_floats
 from tests.support.rollout_factory import make_rollout, set_kl_logprobs, set_states
@@ -329,6 +329,7 @@ WIRING: dict[str, tuple[object, dict, set[str]]] = {
     "gigpo_step_weight": (0.5, {"turn_credit": "gigpo"}, BY_TURN),
     "gae_level": ("turns", {}, CRITIC),
     "lam": (0.5, {}, CRITIC),
+    "bootstrap_truncated": (True, {}, CRITIC),
     "whiten_advantages": (False, {}, CRITIC),
     "clip_ratio_low": (0.4, {}, EVERY - {"sapo"}),
     "clip_ratio_high": (0.4, {}, EVERY - {"sapo"}),
@@ -364,6 +365,7 @@ def moved_by(algo: AlgoSettings) -> tuple[list[float], float, list[float]]:
         set_kl_logprobs(rollout, *(0.3 * math.sin(number + place) for place in range(rollout.num_sampled)))
         for context in rollout.sequences:
             context.set_column("values", [math.cos(number + place) for place in range(len(context.token_ids))])
+        rollout.final_state = TokenSequence([1], [1], values=[0.5])
         for turn in rollout.turns:
             turn.action_start = turn.token_span[1] - 1
     scale_thought_logprobs(rollouts, algo.thought_logprob_scale)
@@ -397,6 +399,7 @@ def test_a_setting_moves_the_rows_that_it_should_and_no_other(field: str) -> Non
     moved = set()
     dual_clipped = [name for name in EVERY if ALGORITHMS[name].supports_dual_clip]
     takers = {"turn_credit": BY_TURN, "gamma": BY_TURN, "gigpo_step_weight": BY_TURN, "clip_ratio_c": dual_clipped}
+    takers["bootstrap_truncated"] = CRITIC
     for name in takers.get(field, EVERY):  # the other algorithms reject these settings
         before = AlgoSettings(name=name, **base)
         after = dataclasses.replace(before, **{field: value})

@@ -118,6 +118,7 @@ MISTAKES = {
     "algo=ppo critic.lr=1e-4 optim.lr=1e-3 optim.min_lr=5e-4": "critic.lr=0.0001: must be at least optim.min_lr=0.0005",
     "algo=ppo algo.turn_credit=return_to_go": "algo.turn_credit=return_to_go: algo.name=ppo assigns one advantage per episode; use ...",
     "algo=ppo filter.drop=[zero_std]": "filter.drop=['zero_std']: algo.name=ppo also learns from groups with equal rewards; ...",
+    "algo.bootstrap_truncated=true": "algo.bootstrap_truncated=True: algo.name=grpo has no critic; use ppo, or set it to false",
     "algo.gae_level=words": "algo.gae_level=words: choose one of tokens, turns",
     "algo.thought_logprob_scale=2": "algo.thought_logprob_scale=2.0: must be in [0, 1]",
     "batch.prompts_per_step=5 batch.minibatches=2": "batch.prompts_per_step=5: must be divisible by batch.minibatches=2: ...",

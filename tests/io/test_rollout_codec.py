@@ -5,7 +5,7 @@ import copy
 import json
 import math
 import struct
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from megatron_rl.io.rollout_codec import VERSION, from_record, to_record
 from megatron_rl.types import Image, JudgeResult, Rollout, Status, StopReason, TokenSequence, ToolCall, Turn
 
 FIELDS = {
-    Rollout: "task example_id group sample_index source question answer extra sequences turns status stop_reason reason "
+    Rollout: "task example_id group sample_index source question answer extra sequences turns final_state status stop_reason reason "
     "reward outcome_reward filter_reason reward_terms verdicts wall_s env_s scoring_s",
     TokenSequence: "token_ids loss_mask rollout_logprobs weight_versions images old_logprobs reference_logprobs "
     "teacher_logprobs values advantages returns logprob_scale entropies",
@@ -29,7 +29,7 @@ FIELDS = {
     JudgeResult: "judge prompt value turn wall_s reasoning",
     Image: "pil patch_PC grid key merge",
 }
-"""Fields of the records in version 8."""
+"""Fields of the records in version 9."""
 PICTURE = pil.new("RGB", (28, 28), (1, 2, 3))
 NUMBERS = st.floats()
 TEXT = st.text(st.characters())
@@ -139,6 +139,7 @@ def full() -> Rollout:
     )  # fmt: skip
     return Rollout(
         task="mine", example_id="e-1", group=3, sample_index=4, source="vstar", sequences=[context], turns=[turn],
+        final_state=replace(context, token_ids=[5, 6, 8]),
         question="<image>\nHow many?", answer="4", extra='{"index": 7}',
         status=Status.TRUNCATED, stop_reason=StopReason.MAX_TURNS,
         reason="why", reward=math.nan, outcome_reward=-math.inf, filter_reason="zero_std", reward_terms={"a": 1 / 3, "": -0.0},
@@ -171,7 +172,7 @@ def test_every_field_is_carried() -> None:
 def test_other_fields_are_another_version() -> None:
     """The fields of all records equal those pinned for VERSION. A change requires a new VERSION."""
     now = {kind: " ".join(field.name for field in fields(kind)) for kind in FIELDS}
-    assert (VERSION, now) == (8, FIELDS), "records of before can no longer be read: raise rollout_codec.VERSION, and pin the fields here"
+    assert (VERSION, now) == (9, FIELDS), "records of before can no longer be read: raise rollout_codec.VERSION, and pin the fields here"
 
 
 def test_a_reader_may_do_without_pictures() -> None:
@@ -192,8 +193,8 @@ def test_numbers_of_others_become_ours() -> None:
 
 DAMAGED: dict[str, tuple[tuple, object]] = {
     "turns\\[0\\].action_start: 3: not within the span \\(2, 3\\)": (("turns", 0, "action_start"), 3),
-    "version: 1: this program reads 8": (("version",), 1),
-    "version: None: this program reads 8": (("version",), None),
+    "version: 1: this program reads 9": (("version",), 1),
+    "version: None: this program reads 9": (("version",), None),
     "rollout: \\['new'\\]: no such field": (("new",), 1),
     "rollout.reward: 'nan': not a number": (("reward",), "nan"),
     "rollout.reward: True: not a number": (("reward",), True),

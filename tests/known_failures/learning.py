@@ -150,7 +150,7 @@ ADVANTAGES = {
     "truncated-is-terminated": Failure(
         "An episode that was cut off is treated like one that ended.",
         "NeMo-Gym and verifiers (adapters of gymnasium)",
-        "Both ends are kept apart from the environment to the stop reason.",
+        "Both ends are kept apart from the environment to the stop reason, and PPO can bootstrap truncated episodes.",
         "gymnasium.md",
     ),
 }

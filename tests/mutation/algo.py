@@ -237,9 +237,30 @@ MUTANTS = (
     Mutant(
         "an episode goes on with the value of its last action",
         "megatron_rl/algo/gae.py",
-        "advantages, later, next_value = [], 0.0, 0.0",
+        "advantages, later, next_value = [], 0.0, final_value",
         "advantages, later, next_value = [], 0.0, [0.0, *values][-1]",
         "tests/algo/test_gae.py -k after_the_end",
+    ),
+    Mutant(
+        "final states are valued without the setting",
+        "megatron_rl/algo/gae.py",
+        "if algo.bootstrap_truncated and final is not None",
+        "if final is not None",
+        "tests/algo/test_gae.py -k final_state",
+    ),
+    Mutant(
+        "images of final states are not fetched",
+        "megatron_rl/training_batch.py",
+        "images_by_rank([*shares, *shares_of_ends], policy)",
+        "images_by_rank(shares, policy)",
+        "tests/test_training_loop.py -k final_states",
+    ),
+    Mutant(
+        "final states do not travel between ranks",
+        "megatron_rl/distributed/image_exchange.py",
+        "final_state=None if final is None else _unpack_context(*final),",
+        "final_state=None,",
+        "tests/e2e/test_bootstrap_run.py",
     ),
     Mutant(
         "the outcome is earned by the first turn",

@@ -56,6 +56,8 @@ class Looks(Env):
     fault: bool = False
     delay_s: float = 0.0
     is_truncated: bool = False
+    is_new_prompt: bool = False
+    after_turn: int | None = None
     note: str = ""
     closed: int = 0
     replies: list[str] = field(default_factory=list)
@@ -75,8 +77,11 @@ class Looks(Env):
         done = len(self.replies) == self.turns
         call = ToolCall(tool="look", source=text, error=self.error)
         reason = "enough" if done else self.note
-        messages = [] if done else [self._show()]
-        return Step(messages=messages, reward=1.0, done=done, reason=reason, is_truncated=self.is_truncated, tool_call=call)
+        messages = [] if done and not self.is_truncated else [self._show()]
+        return Step(
+            messages=messages, reward=1.0, done=done, reason=reason, is_truncated=self.is_truncated, tool_call=call,
+            is_new_prompt=self.is_new_prompt, after_turn=self.after_turn,
+        )  # fmt: skip
 
     async def close(self) -> None:
         self.closed += 1
@@ -148,6 +153,31 @@ def test_an_environment_that_truncates_is_not_done(renderer: Renderer) -> None:
     rollout = play(renderer, Looks(turns=2, is_truncated=True))
     assert (rollout.status, rollout.stop_reason, rollout.reason) == (Status.TRUNCATED, StopReason.ENV_TRUNCATED, "enough")
     assert len(rollout.turns) == 2 and rollout.reward is not None
+    assert rollout.final_state is None, "only kept if a critic needs it"
+
+
+@pytest.mark.parametrize(("is_new_prompt", "after"), [(False, None), (True, None), (False, 0)], ids=["continued", "new prompt", "branch"])
+def test_the_final_state_is_the_context_of_the_next_turn(renderer: Renderer, is_new_prompt: bool, after: int | None) -> None:
+    """The final state of an episode that is truncated after two turns equals the context of the
+    third turn of an episode that goes on. One sampled token follows.
+    """
+    shows = {"is_new_prompt": is_new_prompt, "after_turn": after}
+    ended = play(renderer, Looks(turns=2, is_truncated=True, **shows), replace(SETTINGS, keeps_final_state=True))
+    longer = play(renderer, Looks(turns=3, **shows), SETTINGS)
+    context, (start, _) = longer.sequences[longer.turns[2].sequence], longer.turns[2].token_span
+    final = ended.final_state
+    assert final.token_ids[:-1] == context.token_ids[:start] and final.loss_mask == [0] * start + [1]
+    assert [image.key for image in final.images] == [image.key for image in context.images]
+    assert ended.images[: len(ended.sequences[0].images)] == ended.sequences[0].images and final.images[-1] in ended.images
+    assert ended.num_sampled == sum(stop - first for first, stop in (turn.token_span for turn in ended.turns)), "not counted"
+
+
+def test_a_final_state_that_does_not_fit_is_left_out(renderer: Renderer) -> None:
+    """A limit that ends an episode before its next turn also excludes the final state."""
+    settings = replace(SETTINGS, keeps_final_state=True, max_images=2)
+    rollout = play(renderer, Looks(turns=2, is_truncated=True), settings)
+    assert (rollout.stop_reason, rollout.final_state) == (StopReason.ENV_TRUNCATED, None)
+    assert play(renderer, Looks(turns=2), replace(settings, max_images=3)).final_state is None, "it was not truncated"
 
 
 @pytest.mark.parametrize("change", [{"max_turns": 2}, {"max_images": 3}, {"max_pixels": 3136}])

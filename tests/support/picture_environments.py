@@ -94,6 +94,19 @@ class Walk(PictureEnv):
         return observation, self.np_random.random() + np.random.random(), is_over, False, info
 
 
+class Still(PictureEnv):
+    """Shows the same picture in every state and pays 1 per step, until gymnasium's time limit."""
+
+    action_space = spaces.Discrete(2)
+
+    def draw(self) -> None:
+        self.picture = np.full((8, 12, 3), 99, np.uint8)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        observation, _, *rest = super().step(action)
+        return observation, 1.0, *rest
+
+
 class Faulty(PictureEnv):
     """Fails as its action says. `close` creates a file in the folder `closed`."""
 
@@ -268,6 +281,6 @@ def make_two_actions(**kwargs: Any) -> gymnasium.Env:
     return TwoActions(Walk(**kwargs))
 
 
-for _name in ("Walk", "Faulty", "AnySpace", "Commands", "Meanings", "AtReset", "Leftover", "NoPictures"):
+for _name in ("Walk", "Still", "Faulty", "AnySpace", "Commands", "Meanings", "AtReset", "Leftover", "NoPictures"):
     gymnasium.register(id=f"{_name}-v0", entry_point=f"{MODULE}:{_name}")
 gymnasium.register(id="TwoActions-v0", entry_point=make_two_actions)

@@ -141,12 +141,13 @@ class GymnasiumEnv(Env):
         self.actions.append(self._format(actions[:num_taken]))
         self._store(answer)
         self.note = {None: "", True: SOLVED, False: NOT_SOLVED}[answer["is_solved"]]
-        if not is_over:
-            messages = [self._make_message()]
-            return Step(messages=messages, reward=reward, done=False, reason=self.note, tool_call=call, is_new_prompt=True)
-        flag = "terminated" if answer["is_terminated"] else "truncated"
+        is_truncated = is_over and not answer["is_terminated"]
+        flag = "" if not is_over else "truncated" if is_truncated else "terminated"
         reason = ", ".join(filter(None, (flag, self.note)))
-        return Step(messages=[], reward=reward, done=True, reason=reason, is_truncated=flag == "truncated", tool_call=call)
+        messages = [] if flag == "terminated" else [self._make_message()]
+        return Step(
+            messages=messages, reward=reward, done=is_over, reason=reason, is_truncated=is_truncated, tool_call=call, is_new_prompt=True
+        )
 
     async def _request(self, **question: object) -> dict[str, Any]:
         assert self.process is not None, "step before reset"
