@@ -163,15 +163,12 @@ async def _run_turns(
         if step.action_char is not None:
             turn.action_start = conversation.char_to_token(step.action_char)
         rollout.reason = step.reason
-        if step.done and step.is_truncated:
-            if settings.keeps_final_state and step.messages:
-                with timer("prompt"):
-                    rollout.final_state = await conversation.render_final_state(
-                        step.messages, is_new_prompt=step.is_new_prompt, after_turn=step.after_turn
-                    )
-            return StopReason.ENV_TRUNCATED
+        place = {"is_new_prompt": step.is_new_prompt, "after_turn": step.after_turn}
+        if step.done and step.is_truncated and step.messages and settings.keeps_final_state:
+            with timer("prompt"):
+                rollout.final_state = await conversation.render_final_state(step.messages, **place)
         if step.done:
-            return StopReason.DONE
+            return StopReason.ENV_TRUNCATED if step.is_truncated else StopReason.DONE
         if settings.stop_on_tool_error and step.tool_call is not None and step.tool_call.error:
             rollout.reason = step.tool_call.error
             return StopReason.TOOL_ERROR
@@ -180,7 +177,7 @@ async def _run_turns(
         if settings.max_seconds and clock() - started > settings.max_seconds:
             return StopReason.MAX_SECONDS
         with timer("prompt"):
-            end = await conversation.observe(step.messages, is_new_prompt=step.is_new_prompt, after_turn=step.after_turn)
+            end = await conversation.observe(step.messages, **place)
         if end is not None:
             return end
 

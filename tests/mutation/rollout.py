@@ -13,8 +13,8 @@ MUTANTS = (
     Mutant(
         "the note on the last state is lost at a limit",
         "megatron_rl/rollout/episode.py",
-        "        rollout.reason = step.reason\n        if step.done:\n",
-        "        if step.done:\n            rollout.reason = step.reason\n",
+        "        rollout.reason = step.reason\n",
+        "        rollout.reason = step.reason if step.done else rollout.reason\n",
         "tests/rollout/test_episode.py -k note_on_the_last",
     ),
     Mutant(

@@ -375,8 +375,8 @@ MUTANTS = (
     Mutant(
         "truncation by gymnasium ends an episode as a terminal state does",
         "megatron_rl/tasks/gymnasium_envs/task.py",
-        'flag = "terminated" if answer["is_terminated"] else "truncated"',
-        'flag = "terminated"',
+        'is_truncated = is_over and not answer["is_terminated"]',
+        "is_truncated = False",
         "tests/tasks/test_gymnasium_env.py -k kept_apart",
     ),
     Mutant(
