@@ -16,8 +16,12 @@ from tests.mutation.table import MUTANTS
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mistake_can_be_planted(mutant: Mutant) -> None:
     assert (ROOT / mutant.file).read_text().count(mutant.old) == 1 and mutant.new != mutant.old
-    files = [word for word in mutant.tests.split(" ") if word.startswith("tests/")]
+    words = mutant.tests.split(" ")
+    files = [word for word in words if word.startswith("tests/")]
     assert files and all((ROOT / file.split("::")[0]).exists() for file in files)
+    text = "".join((ROOT / file.split("::")[0]).read_text() for file in files)
+    assert all(word in text for file in files for word in file.split("::")[1:])
+    assert "-k" not in words or words[words.index("-k") + 1] in text
 
 
 def test_the_copy_is_complete(tmp_path: Path) -> None:
