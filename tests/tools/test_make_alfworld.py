@@ -38,6 +38,7 @@ def test_drafts_are_of_their_scene_and_not_yet_won(kind: str, places: int, thing
     the size limits, and place every object once, in a receptacle that can contain it
     (desk lamps excepted).
     """
+    pytest.importorskip("alfworld", reason="without launch/install_alfworld.sh")
     rules = find_alfworld_package()
     for split in ("train", "eval"):
         made = generate_drafts(rules, split=split, kind=kind, rng=random.Random(0), max_receptacles=places, max_objects=things)
@@ -143,5 +144,6 @@ def test_a_tokenizer_for_its_words(alfworld_games: Path, random_model: Path, tmp
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("fast_downward", reason="without launch/install_alfworld.sh")
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith(said)
