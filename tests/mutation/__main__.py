@@ -37,8 +37,10 @@ def run_pytest(arguments: list[str], tree: Path, timeout_s: float = TEST_TIMEOUT
     return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
-def find_failing_test(mutant: Mutant, tree: Path) -> str:
-    """Return the id of the first test that fails with the mistake in place, or "" if none does."""
+def find_failing_test(mutant: Mutant, tree: Path) -> tuple[str, str]:
+    """Return the id of the first test that fails with the mistake in place, or "" if none does, and
+    pytest's last line: if no test passed, all were skipped.
+    """
     path = tree / mutant.file
     original = path.read_text()
     path.write_text(original.replace(mutant.old, mutant.new))
@@ -46,7 +48,7 @@ def find_failing_test(mutant: Mutant, tree: Path) -> str:
     path.write_text(original)
     failure = FAILURE.search(result.stdout)
     assert failure or result.returncode == 0, f"{mutant.name}: pytest exited with {result.returncode}\n{result.stdout[-2000:]}"
-    return failure[1] if failure else ""
+    return (failure[1] if failure else ""), result.stdout.strip().splitlines()[-1]
 
 
 def find_tests_failing_anyway(noticed: dict[Mutant, str], tree: Path) -> set[str]:
@@ -89,10 +91,10 @@ def main() -> int:
         for number, mutant in enumerate(chosen, 1):
             print(f"[{number}/{len(chosen)}] {mutant.name} ({mutant.file})", end="", flush=True)
             began = time.monotonic()
-            failing_test = find_failing_test(mutant, Path(folder))
+            failing_test, summary = find_failing_test(mutant, Path(folder))
             if failing_test:
                 noticed[mutant] = failing_test
-            print(f": {failing_test or 'SURVIVED ' + mutant.tests} ({time.monotonic() - began:.0f} s)", flush=True)
+            print(f": {failing_test or f'SURVIVED {mutant.tests}: {summary}'} ({time.monotonic() - began:.0f} s)", flush=True)
         failing_anyway = find_tests_failing_anyway(noticed, Path(folder))
     for test in sorted(failing_anyway):
         print(f"FAILS WITHOUT A MISTAKE: {test}")
