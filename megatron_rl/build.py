@@ -19,18 +19,19 @@ import torch.distributed as dist
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, needs_reference
 from megatron_rl.algo.divergences import DIVERGENCES
 from megatron_rl.algo.rollout_correction import mismatch_warnings
-from megatron_rl.config import Settings, TeacherServerSettings
+from megatron_rl.config import DistillSettings, Settings, TeacherServerSettings
 from megatron_rl.data.data_digests import check_same_data, data_digests
 from megatron_rl.distributed.image_exchange import ImageExchange
 from megatron_rl.distributed.world import World, all_gather_object, default_store, long_timeout_group, raise_on_all_ranks, run_on_rank_zero
 from megatron_rl.observe.judge_stats import JudgeStats
+from megatron_rl.policy.checkpoint_merge import CheckpointMerge
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.kernels import transformer_engine_error
 from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import Layout, build_layout, destroy_layout
 from megatron_rl.policy.patches import ImagePatchFn
 from megatron_rl.policy.policy import Policy
-from megatron_rl.policy.teacher import Teacher, TeacherTerm
+from megatron_rl.policy.teacher import Teacher, TeacherModel, TeacherTerm, load_teacher_model
 from megatron_rl.registry import Plugins, has_critic
 from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.episode import EpisodeSettings
@@ -122,12 +123,24 @@ def build_critic(settings: Settings, layout: Layout, *, patches: ImagePatchFn, n
 
 def build_teacher(settings: Settings, layout: Layout, policy: Policy, *, patches: ImagePatchFn) -> Teacher:
     """Build this rank's shard of the teacher."""
-    distill = settings.distill
-    term = TeacherTerm(divergence=DIVERGENCES[distill.divergence](distill), top_k=distill.top_k if distill.support == "top_k" else 0)
-    return Teacher(
-        distill.teacher, layout,
-        policy=policy.distribution, term=term if distill.has_divergence else None, dtype=settings.model.dtype, patches=patches,
-    )  # fmt: skip
+    model = load_teacher_model(settings.distill.teacher, layout, dtype=settings.model.dtype, patches=patches)
+    return Teacher(model, layout, policy=policy.distribution, term=make_teacher_term(settings.distill))
+
+
+def make_teacher_term(distill: DistillSettings) -> TeacherTerm | None:
+    """Return the divergence that a teacher adds to an update; None if it adds none."""
+    if not distill.has_divergence:
+        return None
+    return TeacherTerm(divergence=DIVERGENCES[distill.divergence](distill), top_k=distill.top_k if distill.support == "top_k" else 0)
+
+
+def merge_checkpoints_as_teacher(settings: Settings, layout: Layout, policy: Policy) -> None:
+    """Let the merge of the policy's checkpoints become its teacher (distill.merge)."""
+    network = policy.network
+    merge = network.merge = CheckpointMerge(network.chunks, settings.distill.merge)
+    model = TeacherModel(chunks=network.chunks, pipeline=network.pipeline, vocab_size=policy.spec.vocab_size, loaded=merge.loaded)
+    term = make_teacher_term(settings.distill)
+    policy.make_teacher = lambda: Teacher(model, layout, policy=policy.distribution, term=term)
 
 
 def build_rollout_manager(
@@ -375,6 +388,8 @@ def build_context(
         closing.callback(critic.close)
     if settings.distill.teacher:
         policy.teacher = build_teacher(settings, layout, policy, patches=patches)
+    elif settings.distill.merge.method:
+        merge_checkpoints_as_teacher(settings, layout, policy)
     record = Run(settings, world, num_steps=stage.num_steps, first_step=state.step, history=state.history)
     closing.callback(record.close)
     if task.judge is not None and not stage.is_replay:

@@ -139,7 +139,7 @@ def compute_logprobs_and_values(
         fill_column(minibatches, critic.values, "old_value_T")
     if needs_reference(algo):
         fill_column(minibatches, partial(policy.logprobs, weights="reference"), "ref_logprob_T")
-    if settings.distill.teacher:
+    if settings.distill.is_local:
         fill_column(minibatches, partial(policy.logprobs, weights="teacher"), "teacher_logprob_T")
 
 

@@ -12,14 +12,14 @@ from functools import partial
 
 from megatron_rl.algo.advantages import group_std
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
-from megatron_rl.algo.distill import make_distill_term
+from megatron_rl.algo.distill import has_merge, make_distill_term, merges_after
 from megatron_rl.algo.filtering import apply_filters, used_groups
 from megatron_rl.algo.gae import values_and_returns
 from megatron_rl.algo.kl import adaptive_kl_coef
 from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.algo.value import make_value_objective, shared_value_loss, warmup_value_loss
 from megatron_rl.batching.token_stats import TokenStats, build_token_stats
-from megatron_rl.config import AlgoSettings, Settings
+from megatron_rl.config import AlgoSettings, DistillSettings, Settings
 from megatron_rl.distributed.image_exchange import ImageExchange
 from megatron_rl.evaluation.in_run import evaluate_in_run
 from megatron_rl.observe.step_metrics import merge_update_metrics, rollout_metrics, staleness_metrics, value_metrics
@@ -68,7 +68,7 @@ def train(
         run.history.add(
             step, rollouts, num_new_batches=num_gen_batches, unfinished_prompts=rollout_manager.scheduler.unfinished_prompt_indices
         )
-        step_settings = settings_at_step(run.history, settings)
+        step_settings = settings_at_step(run.history, settings, step=step)
 
         with timer("update"), rollout_manager.offloaded():
             fetch_images = partial(image_exchange.fetch, rollouts=rollouts)
@@ -86,6 +86,8 @@ def train(
             if token_stats is not None:
                 token_stats.write_to(rollouts)
             image_exchange.release()
+            if merges_after(settings, step=step):
+                policy.merge_checkpoint()
             publish_metrics = weight_publisher.publish(policy.hf_weights, step=step + 1) if weight_publisher else {}
 
         with timer("checkpoint"):
@@ -157,8 +159,13 @@ def evaluate_and_record(
             checkpoints.finish_step(step + 1, history=run.history, metrics=metrics)
 
 
-def settings_at_step(history: History, settings: Settings) -> Settings:
-    """Return the settings for the current step, with the KL coefficient set by `adapt_kl`."""
+def settings_at_step(history: History, settings: Settings, *, step: int) -> Settings:
+    """Return the settings for a step, with the KL coefficient set by `adapt_kl`.
+
+    Until the first checkpoint is merged (distill.merge), the step has no teacher.
+    """
+    if settings.distill.merge.method and not has_merge(settings, step=step):
+        settings = replace(settings, distill=DistillSettings())
     return settings if history.kl_coef is None else replace(settings, algo=replace(settings.algo, kl_coef=history.kl_coef))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl.algo.divergences import DIVERGENCES
 from megatron_rl.algo.kl import k2, k3
-from megatron_rl.config import DistillSettings, require_choice
+from megatron_rl.config import DistillSettings, Settings, require, require_choice
 from megatron_rl.types import LossInputs, Rollout
 
 ESTIMATES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"reverse_kl": k2, "forward_kl": k3}
@@ -31,6 +31,8 @@ def check_distill(distill: DistillSettings, *, needs_teacher: bool) -> None:
     require_choice("distill.divergence", distill.divergence, tuple(DIVERGENCES))
     if needs_teacher and not distill.has_teacher:
         raise ValueError("distill.teacher is empty, but this algorithm learns from a teacher alone; name a model directory")
+    remedy = "merges checkpoints of a policy that learns from rewards, and algo=distill has none; choose another algorithm"
+    require(not (needs_teacher and distill.merge.method), "distill.merge.method", distill.merge.method, remedy)
 
 
 def compute_distill_coef(distill: DistillSettings, *, step: int) -> float:
@@ -38,6 +40,20 @@ def compute_distill_coef(distill: DistillSettings, *, step: int) -> float:
     if distill.decay_steps == 0:
         return distill.coef
     return distill.coef + (distill.final_coef - distill.coef) * min(step / distill.decay_steps, 1.0)
+
+
+def has_merge(settings: Settings, *, step: int) -> bool:
+    """Return True if a merge of checkpoints exists when the zero-based `step` begins.
+
+    Steps of critic.warmup_steps do not count, because they do not change the policy.
+    """
+    return step - settings.critic.warmup_steps >= settings.distill.merge.every
+
+
+def merges_after(settings: Settings, *, step: int) -> bool:
+    """Return True if the weights after the zero-based `step` are a checkpoint to merge."""
+    merge, num_updated = settings.distill.merge, step + 1 - settings.critic.warmup_steps
+    return bool(merge.method) and num_updated > 0 and num_updated % merge.every == 0
 
 
 def make_distill_term(distill: DistillSettings, *, step: int) -> DistillTerm | None:

@@ -16,6 +16,7 @@ from megatron_rl.config.distill import DistillSettings, TeacherServerSettings
 from megatron_rl.config.evaluation import EvaluationSettings
 from megatron_rl.config.filter import DROPS, ENDS, FilterSettings
 from megatron_rl.config.lewis import ListenerSettings, SpeakerSettings, WeightPublishSettings
+from megatron_rl.config.merge import MergeSettings
 from megatron_rl.config.model import PARTS, LoraSettings, ModelSettings, ParallelSettings
 from megatron_rl.config.optim import OptimSettings
 from megatron_rl.config.rollout import (
@@ -55,6 +56,7 @@ __all__ = [
     "ListenerSettings",
     "LoraSettings",
     "McpServerSettings",
+    "MergeSettings",
     "ModelSettings",
     "OptimSettings",
     "ParallelSettings",

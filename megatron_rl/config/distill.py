@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 
 from megatron_rl.config.checks import require, require_choice
 from megatron_rl.config.client import ClientSettings
+from megatron_rl.config.merge import MergeSettings
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,6 +39,8 @@ class DistillSettings:
     server: TeacherServerSettings = field(default_factory=TeacherServerSettings)
     """Servers of the teacher, in place of distill.teacher. They return the logprobs of sampled
     tokens only, so distill.apply_to=reward or distill.support=sampled is required."""
+    merge: MergeSettings = field(default_factory=MergeSettings)
+    """Merge of the policy's own checkpoints as the teacher, in place of distill.teacher."""
     coef: float = 1.0
     """Coefficient of the distillation term; the policy gradient has coefficient 1."""
     final_coef: float = -1.0
@@ -86,11 +89,18 @@ class DistillSettings:
         require(not (self.teacher and self.server.urls), "distill.teacher", self.teacher, remedy)
         remedy = "needs more than servers return, the logprobs of given tokens; use sampled, or distill.apply_to=reward"
         require(not (in_loss and self.server.urls) or self.support == "sampled", "distill.support", self.support, remedy)
+        method, remedy = self.merge.method, "is a second teacher next to distill.teacher or distill.server.urls; leave one of them out"
+        require(not method or not (self.teacher or self.server.urls), "distill.merge.method", method, remedy)
 
     @property
     def has_teacher(self) -> bool:
         """True if the policy learns from a teacher, in this process or on servers."""
-        return bool(self.teacher or self.server.urls)
+        return self.is_local or bool(self.server.urls)
+
+    @property
+    def is_local(self) -> bool:
+        """True if the teacher runs in this process, from a directory or merged from checkpoints."""
+        return bool(self.teacher or self.merge.method)
 
     @property
     def rewards_tokens(self) -> bool:
@@ -100,8 +110,8 @@ class DistillSettings:
     @property
     def has_divergence(self) -> bool:
         """True if the loss compares distributions over several outcomes with the teacher's."""
-        return bool(self.teacher) and self.apply_to == "loss" and self.support != "sampled"
+        return self.is_local and self.apply_to == "loss" and self.support != "sampled"
 
 
-UNUSED = {each.name: each.default for each in fields(DistillSettings) if each.name not in ("teacher", "server")}
+UNUSED = {each.name: each.default for each in fields(DistillSettings) if each.name not in ("teacher", "server", "merge")}
 """Default of every setting that has no effect without a teacher."""

@@ -12,6 +12,7 @@ from megatron_rl.memory_plan.image_memory import plan_image_bytes
 from megatron_rl.memory_plan.rank_shares import ModelShare
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.policy.checkpoint_merge import state_names
 
 PROCESS_BYTES = 6 * GB
 """Estimated bytes of a process with Python, torch, vLLM and the CUDA libraries.
@@ -26,8 +27,8 @@ class HostMemoryPlan:
 
     optimizer_bytes: int
     weight_copy_bytes: int
-    """Bytes of the reference model, of the teacher, and of parameters offloaded while the engine
-    generates.
+    """Bytes of the reference model, of the teacher, of the merged checkpoints, and of parameters
+    offloaded while the engine generates.
     """
     checkpoint_bytes: int
     """Bytes copied to the host before this rank writes its part of a checkpoint.
@@ -103,16 +104,23 @@ def _plan_rank_host_memory(
     state = rank_share.pinned_bytes + held.moment_bytes if parallel.offload_optimizer else 0
     references = int(settings.stage == "rl" and settings.algo.kl_coef > 0 and not settings.lora.rank)  # swapped with the policy
     copies = rank_share.policy_footprint.param_bytes * references + (held.param_bytes if parallel.offload_params else 0)
-    copies += rank_share.teacher_bytes
+    merge_bytes, itemsize = _merge_state_bytes(rank_share, settings), torch_dtype(settings.model.dtype).itemsize
+    start_bytes = 4 * rank_share.num_merged if settings.distill.merge.uses_ties else 0
+    copies += rank_share.teacher_bytes + merge_bytes + start_bytes + itemsize * rank_share.num_merged
     written = held.param_bytes // replicas + held.moment_bytes // 2 * 3  # policy/training_state.py; loading fills existing tensors
     # Without `background`, only data on the GPU is copied. Even with offloading, Megatron keeps
     # the main weights on the GPU.
     far = held.param_bytes // replicas + held.moment_bytes // 2 * (1 if parallel.offload_optimizer else 3)
-    checkpoint = written if settings.checkpoint.background else far
+    checkpoint = written + merge_bytes // replicas if settings.checkpoint.background else far
     return HostMemoryPlan(
         optimizer_bytes=state, weight_copy_bytes=copies, checkpoint_bytes=checkpoint, image_bytes=image_bytes, sandbox_bytes=sandbox_bytes,
         teacher_hidden_bytes=_teacher_hidden_bytes(settings, replicas=replicas) if rank_share.teacher_output_bytes else 0,
     )  # fmt: skip
+
+
+def _merge_state_bytes(rank_share: ModelShare, settings: Settings) -> int:
+    """Return the bytes of a merge of checkpoints that are saved in the run's checkpoints."""
+    return 4 * len(state_names(settings.distill.merge)) * rank_share.num_merged
 
 
 def _teacher_hidden_bytes(settings: Settings, *, replicas: int) -> int:
@@ -127,5 +135,5 @@ def _teacher_hidden_bytes(settings: Settings, *, replicas: int) -> int:
     num_sequences, longest = settings.sft.batch_size, settings.engine.max_model_len
     if settings.stage == "rl":
         num_sequences, longest = batch.prompts_per_step * batch.group_size, task.max_turns * task.max_new_tokens
-    hidden_size = load_known_spec(distill.teacher, key="distill.teacher").hidden_size
+    hidden_size = load_known_spec(distill.teacher or settings.model.path, key="distill.teacher").hidden_size
     return -(-num_sequences // replicas) * longest * hidden_size * torch_dtype(settings.model.dtype).itemsize

@@ -22,9 +22,10 @@ from megatron_rl.dtypes import torch_dtype
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import padded_vocab
+from megatron_rl.policy.checkpoint_merge import merged_parameters
 from megatron_rl.policy.optimizer import build_optimizer, wrap_with_grad_buffers
 from megatron_rl.policy.parallel import Layout, build_layout
-from megatron_rl.policy.transformer import HeadConfig, build_chunks
+from megatron_rl.policy.transformer import HeadConfig, ModelChunks, build_chunks
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -74,6 +75,8 @@ class ModelShare:
     """Bytes of the teacher's output layer for this rank's part of the policy's vocabulary, on the
     last pipeline stage.
     """
+    num_merged: int = 0
+    """Number of entries of the weights in a merge of checkpoints (distill.merge)."""
 
     @property
     def total_footprint(self) -> MemoryFootprint:
@@ -125,7 +128,7 @@ def _compute_share(model: ModelSpec, settings: Settings, *, has_values: bool) ->
             own, own_footprint, own_pinned = _build_network(
                 critic_spec(model, settings), settings, layout, lora=critic.lora, heads=HeadConfig(has_lm_head=False, **values)
             )
-        teacher_bytes, teacher_output_bytes = _measure_teacher(model, settings, layout) if settings.distill.teacher else (0, 0)
+        teacher_bytes, teacher_output_bytes = _measure_teacher(model, settings, layout)
     parameters = [*policy.parameters(), *own.parameters()]
     return ModelShare(
         tp_rank=layout.tp_rank,
@@ -137,6 +140,7 @@ def _compute_share(model: ModelSpec, settings: Settings, *, has_values: bool) ->
         critic_footprint=own_footprint,
         teacher_bytes=teacher_bytes,
         teacher_output_bytes=teacher_output_bytes,
+        num_merged=sum(parameter.numel() for parameter in merged_parameters(policy).values()) if settings.distill.merge.method else 0,
     )
 
 
@@ -146,17 +150,25 @@ def critic_spec(model: ModelSpec, settings: Settings) -> ModelSpec:
 
 
 def _measure_teacher(model: ModelSpec, settings: Settings, layout: Layout) -> tuple[int, int]:
-    """Return the bytes of the teacher's parameters, and of the copy of its output layer."""
-    spec, dtype = load_known_spec(settings.distill.teacher, key="distill.teacher"), torch_dtype(settings.model.dtype)
-    chunks = build_chunks(spec, layout, dtype, lora=LoraSettings())
+    """Return the bytes of the teacher's parameters, and of the copy of its output layer.
+
+    A merge of checkpoints has no parameters of its own on the device.
+    """
+    distill, dtype = settings.distill, torch_dtype(settings.model.dtype)
+    if not distill.is_local:
+        return 0, 0
     num_rows = padded_vocab(model.vocab_size, layout.tp) // layout.tp if layout.is_last_stage else 0
+    if distill.merge.method:
+        return 0, num_rows * model.hidden_size * dtype.itemsize
+    spec = load_known_spec(distill.teacher, key="distill.teacher")
+    chunks = build_chunks(spec, layout, dtype, lora=LoraSettings())
     storages = {storage._cdata: storage.nbytes() for p in chunks.parameters() for storage in [p.untyped_storage()]}
     return sum(storages.values()), num_rows * spec.hidden_size * dtype.itemsize
 
 
 def _build_network(
     model: ModelSpec, settings: Settings, layout: Layout, *, lora: LoraSettings, heads: HeadConfig
-) -> tuple[nn.ModuleList, MemoryFootprint, int]:
+) -> tuple[ModelChunks, MemoryFootprint, int]:
     """Return a network, its footprint, and the bytes that its optimizer would pin on the host."""
     chunks = build_chunks(model, layout, torch_dtype(settings.model.dtype), lora=lora, heads=heads)
     parallel = wrap_with_grad_buffers(chunks, settings.model.frozen, lora=lora, overlap=settings.parallel.overlap_grad_reduce)

@@ -304,7 +304,7 @@ def num_forward_passes_before_update(inputs: StepTimeInputs) -> float:
     """
     passes, teacher = needs_old_logprob_forward(inputs.settings) + needs_reference(inputs.settings.algo), inputs.settings.distill.teacher
     if not teacher:
-        return passes
+        return passes + bool(inputs.settings.distill.merge.method)
     return passes + count_params(load_known_spec(teacher, key="distill.teacher")).language / inputs.param_counts.language
 
 

@@ -20,6 +20,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron_rl.compat.megatron_cpu import with_megatron_on_cpu
 from megatron_rl.config import LoraSettings, OptimSettings, ParallelSettings
 from megatron_rl.errors import NonFiniteValue
+from megatron_rl.policy.checkpoint_merge import CheckpointMerge
 from megatron_rl.policy.loss_metrics import nonfinite_error, read_metrics, reduce_metrics
 from megatron_rl.policy.offload import Offload
 from megatron_rl.policy.optimizer import build_optimizer, build_schedule, take_step, wrap_with_grad_buffers
@@ -91,6 +92,8 @@ class Network:
         self.pipeline = Pipeline(chunks, self.model, layout, patches)
         self._overlap = GradReduceOverlap(self.model[0], tp=layout.tp) if parallel.overlap_grad_reduce else None
         self._offload = Offload(self.model) if parallel.offload_params else None
+        self.merge: CheckpointMerge | None = None
+        """Merge of the model's checkpoints, which is part of the training state."""
 
     def close(self) -> None:
         """Drop the references to the model, so that its process groups can be destroyed.
@@ -216,4 +219,4 @@ class Network:
         self.num_updates = 0
 
     def _state(self) -> TrainingState:
-        return TrainingState(self.chunks, self.optimizer, self.layout, self.num_updates)
+        return TrainingState(self.chunks, self.optimizer, self.layout, self.num_updates, self.merge)

@@ -93,6 +93,8 @@ class Policy(TrainableModel):
         keep = keep_reference and not self.lora.rank
         self._has_values, self._shares_prompts = critic is not None, can_share_prompts(self.network.device, next(chunks.parameters()).dtype)
         self.teacher: Teacher | None = None
+        self.make_teacher: Callable[[], Teacher] | None = None
+        """Builds the teacher from the merged checkpoints; None without distill.merge."""
         self.reference = HostCopy(chunks.parameters()) if keep else None
         if self.reference is not None:
             self.reference.copy_to_host()
@@ -214,6 +216,19 @@ class Policy(TrainableModel):
     ) -> tuple[torch.Tensor, ...]:
         compare = None if teacher is None else teacher.compare(batch)
         return self.distribution(self.network.chunks[-1].head, hidden_RH, batch.target_T[rows_R], compare)
+
+    def merge_checkpoint(self) -> None:
+        """Add the current weights to the merge of checkpoints, and use the merge as the teacher."""
+        assert self.network.merge is not None and self.make_teacher is not None, "the policy has no merge of checkpoints"
+        self.network.merge.add()
+        self.teacher = self.make_teacher()
+
+    def load(self, folder: Path, *, seed: int) -> None:
+        """Restore a training state, and the teacher if checkpoints have been merged."""
+        super().load(folder, seed=seed)
+        merge = self.network.merge
+        if merge is not None and merge.num_checkpoints and self.make_teacher is not None:
+            self.teacher = self.make_teacher()
 
     def restart_optimizer(self) -> None:
         """Reset the optimizer's moments; see Network.restart_optimizer."""

@@ -1,4 +1,4 @@
-"""Teacher of on-policy distillation: a frozen model in the policy's parallel layout.
+"""Teacher of on-policy distillation: a model in the policy's parallel layout.
 
 A forward pass before the first update computes the teacher's final hidden states of the sampled
 tokens. The update multiplies them with the teacher's output layer, one block of rows at a time, so
@@ -6,6 +6,8 @@ that the teacher's distribution over the whole vocabulary is never stored. Per s
 hidden states take 2 * hidden_size bytes of host memory (bfloat16).
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,7 +23,7 @@ from megatron_rl.policy.offload import HostCopy
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import ImagePatchFn, patch_bytes
 from megatron_rl.policy.pipeline import Pipeline
-from megatron_rl.policy.transformer import HeadConfig
+from megatron_rl.policy.transformer import HeadConfig, ModelChunks
 from megatron_rl.types import MicroBatch
 
 
@@ -35,50 +37,81 @@ class TeacherTerm:
     """See VocabDivergence.top_k."""
 
 
-class Teacher:
-    """Frozen model that provides target distributions for the policy.
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TeacherModel:
+    """Model of a teacher on this rank."""
 
-    On a GPU, the teacher's weights stay in host memory, except for the output layer and during
-    `logprobs`.
+    chunks: ModelChunks
+    pipeline: Pipeline
+    """Pipeline that runs the chunks."""
+    vocab_size: int
+    loaded: Callable[[], AbstractContextManager[None]]
+    """Returns a context manager; inside its block, the chunks contain the teacher's weights."""
+
+
+def load_teacher_model(path: str, layout: Layout, *, dtype: str, patches: ImagePatchFn = patch_bytes) -> TeacherModel:
+    """Load a teacher in the policy's parallel layout.
+
+    On a GPU, the weights stay in host memory except while they are in use.
+
+    Args:
+        path: Hugging Face folder of the teacher (distill.teacher).
+        layout: Parallel layout of the policy.
+        dtype: Data type of the weights (model.dtype).
+        patches: Function that returns the patches of an image.
     """
+    spec = read_spec(path, key="distill.teacher")
+    built = load_model(
+        spec, layout, path, dtype=dtype, lora=LoraSettings(), heads=HeadConfig(), seed=0, key="distill.teacher"
+    )  # fmt: skip
+    chunks = built.chunks
+    chunks.requires_grad_(False)
+    pipeline = Pipeline(chunks, list(chunks), layout, patches)
+    if pipeline.device.type != "cuda":
+        return TeacherModel(chunks=chunks, pipeline=pipeline, vocab_size=spec.vocab_size, loaded=nullcontext)
+    host = HostCopy(chunks.parameters())
+    host.copy_to_host()
+    host.free_device_memory()
 
-    def __init__(
-        self, path: str, layout: Layout, *,
-        policy: TokenDistribution, term: TeacherTerm | None, dtype: str, patches: ImagePatchFn = patch_bytes,
-    ) -> None:  # fmt: skip
-        """Load the model.
+    @contextmanager
+    def restored() -> Iterator[None]:
+        host.restore()
+        try:
+            yield
+        finally:
+            host.free_device_memory()
+
+    return TeacherModel(chunks=chunks, pipeline=pipeline, vocab_size=spec.vocab_size, loaded=restored)
+
+
+class Teacher:
+    """Frozen model that provides target distributions for the policy."""
+
+    def __init__(self, model: TeacherModel, layout: Layout, *, policy: TokenDistribution, term: TeacherTerm | None) -> None:
+        """Copy the output layer of the model, which stays on the device.
 
         Args:
-            path: Hugging Face folder of the teacher (distill.teacher).
+            model: Model of the teacher.
             layout: Parallel layout of the policy.
             policy: Token distribution of the policy. The teacher's distribution has the same
                 temperature and vocabulary parallelism. Ids that the policy never samples, and ids
                 that only one of the models has, have probability 0 in both.
             term: Divergence of the update; None if the update needs only the teacher's logprobs.
-            dtype: Data type of the weights (model.dtype).
-            patches: Function that returns the patches of an image.
         """
-        spec = read_spec(path, key="distill.teacher")
-        built = load_model(
-            spec, layout, path, dtype=dtype, lora=LoraSettings(), heads=HeadConfig(), seed=0, key="distill.teacher"
-        )  # fmt: skip
-        self._chunks = built.chunks.requires_grad_(False)
-        self._pipeline = Pipeline(built.chunks, list(built.chunks), layout, patches)
+        self._model = model
         num = policy.banned_V.numel()
         ids = torch.arange(policy.first_id, policy.first_id + num, device=policy.banned_V.device)
-        self._output_VH = self._gather_output_layer(layout, first_id=policy.first_id, num=num) if layout.is_last_stage else None
-        banned_V = policy.banned_V | (ids >= spec.vocab_size)
+        self._output_VH = None
+        if layout.is_last_stage:
+            with model.loaded():
+                self._output_VH = self._gather_output_layer(layout, first_id=policy.first_id, num=num)
+        banned_V = policy.banned_V | (ids >= model.vocab_size)
         self._distribution = TokenDistribution(banned_V, policy.temperature, policy.first_id, policy.group, policy.rows_per_block)
         self._divergence = None
         if term is not None:
             self._divergence = VocabDivergence(
                 terms=term.divergence, banned_V=banned_V, temperature=policy.temperature, group=policy.group, top_k=term.top_k
             )  # fmt: skip
-        self._host = None
-        if self._pipeline.device.type == "cuda":
-            self._host = HostCopy(self._chunks.parameters())
-            self._host.copy_to_host()
-            self._host.free_device_memory()
 
     def logprobs(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
         """Return the teacher's logprobs [T] of each micro-batch; 0 where mask_T is False.
@@ -93,13 +126,8 @@ class Teacher:
                 hidden.append(_copy_to_host(hidden_RH))
             return self._distribution(self.logits, hidden_RH, batch.target_T[rows_R])[0]
 
-        if self._host is not None:
-            self._host.restore()
-        try:
-            results = self._pipeline.forward_only(batches, logprob_R)
-        finally:
-            if self._host is not None:
-                self._host.free_device_memory()
+        with self._model.loaded():
+            results = self._model.pipeline.forward_only(batches, logprob_R)
         for batch, hidden_RH in zip(batches, hidden, strict=False):  # an interleaved pipeline appends empty micro-batches
             batch.teacher_hidden_RH = hidden_RH
         return [logprob_1T[0] for logprob_1T in results]
@@ -132,7 +160,7 @@ class Teacher:
         The vocabulary of a teacher can have more padding than the policy's, so that the shards of
         tensor-parallel ranks begin at different ids.
         """
-        last = self._chunks[-1]
+        last = self._model.chunks[-1]
         is_tied = last.share_embeddings_and_output_weights
         weight = last.shared_embedding_or_output_weight() if is_tied else cast("torch.Tensor", last.language.output_layer.weight)
         parts = [torch.empty_like(weight) for _ in range(layout.tp)]

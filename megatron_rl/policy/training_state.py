@@ -1,11 +1,12 @@
 """Training state on disk, in Megatron's `torch_dist` format.
 
 All ranks plan the files together, and a thread on each rank writes that rank's files. The files can
-be read with any parallel layout. The keys of weights are given by `ParamMapping.checkpoint_key`,
-and the keys of optimizer tensors have the prefix `optimizer.`. The file common.pt contains the
-number of updates, the layout, and the states of the random generators of every rank. AdamW's step
-count and the learning rate are not stored, because AdamW's step count equals the number of updates
-and the learning rate depends only on the step of the run.
+be read with any parallel layout. The keys of weights are given by `ParamMapping.checkpoint_key`.
+The keys of optimizer tensors have the prefix `optimizer.`, and those of a merge of checkpoints the
+prefix `merge.`. The file common.pt contains the number of updates, the layout, and the states of
+the random generators of every rank. AdamW's step count and the learning rate are not stored,
+because AdamW's step count equals the number of updates and the learning rate depends only on the
+step of the run.
 
 A thread of this process writes in the background with torch's FileSystemWriter. Megatron's
 AsyncCallsQueue (megatron-core 0.16.1, dist_checkpointing/strategies/async_utils.py) is not used
@@ -45,6 +46,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_rl.distributed.world import is_collective_error, run_on_rank_zero
 from megatron_rl.models.name_mapping import padded_vocab
+from megatron_rl.policy.checkpoint_merge import CheckpointMerge
 from megatron_rl.policy.optimizer_state import init_moments, optimizer_tensors, reset_optimizer_state, set_step
 from megatron_rl.policy.padding import add_padding, strip_padding
 from megatron_rl.policy.parallel import Layout, rng_tracker, seed_generators
@@ -66,6 +68,8 @@ class TrainingState:
     layout: Layout
     num_updates: int
     """Number of optimizer updates so far."""
+    merge: CheckpointMerge | None = None
+    """Merge of the policy's checkpoints (distill.merge)."""
 
 
 def sharded_weights(chunks: ModelChunks) -> dict[str, ShardedStateDict]:
@@ -104,8 +108,10 @@ class AsyncSave:
         weights = sharded_weights(state.chunks)
         moments = optimizer_tensors(state.optimizer, weights, vocab_size=_vocab_size(state))
         parts = {"weights": strip_padding(weights, _vocab_size(state))} | ({"optimizer": moments} if moments else {})
+        parts |= _merge_parts(state, weights)
         sharded = cast("ShardedStateDict", save_preprocess(parts)[0])
-        _balance_over_ranks(sharded["weights"])
+        for name in sharded.keys() - {"optimizer"}:
+            _balance_over_ranks(sharded[name])
         self._writer = FileSystemWriter(folder)
         planner = MCoreSavePlanner(flatten_state_dict=False)
         planner.set_up_planner(mcore_to_pyt_state_dict(_own_parts(sharded, copy=background)), is_coordinator=dist.get_rank() == 0)
@@ -169,9 +175,11 @@ def load(state: TrainingState, folder: Path, *, seed: int) -> int:
         init_moments(state.optimizer)
         sharded = sharded_weights(state.chunks)
         moments = optimizer_tensors(state.optimizer, sharded, vocab_size=_vocab_size(state))
-        wanted = {"weights": strip_padding(sharded, _vocab_size(state)), "optimizer": moments}
+        wanted = {"weights": strip_padding(sharded, _vocab_size(state)), "optimizer": moments, **_merge_parts(state, sharded)}
         loaded = torch_dist_load.load(wanted, folder, key="run.dir", with_optimizer=True)
     _fill(state.chunks, loaded["weights"])
+    if state.merge is not None:
+        state.merge.load_state(loaded["merge"])
     set_step(state.optimizer, common["updates"])
     if common["layout"] == _layout_sizes(state):
         with _naming_errors(folder):
@@ -215,6 +223,10 @@ def _fill(chunks: ModelChunks, weights: dict[str, dict]) -> None:
         num_rows = padded_vocab(chunk.spec.vocab_size, chunk.layout.tp) // chunk.layout.tp
         unfilled = chunk.load_state_dict(add_padding(weights[str(number)], num_rows), strict=False)
         assert all(name.endswith("_extra_state") for name in (*unfilled.missing_keys, *unfilled.unexpected_keys)), unfilled
+
+
+def _merge_parts(state: TrainingState, weights: dict[str, ShardedStateDict]) -> dict[str, ShardedStateDict]:
+    return {} if state.merge is None else {"merge": state.merge.sharded_state(weights, vocab_size=_vocab_size(state))}
 
 
 def _vocab_size(state: TrainingState) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
-from megatron_rl.algo.distill import check_distill
+from megatron_rl.algo.distill import check_distill, has_merge
 from megatron_rl.config import CriticSettings, EngineSettings, Settings, require
 from megatron_rl.config.task_options import AgentOptions
 from megatron_rl.models.hf_config import read_spec
@@ -87,6 +87,8 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
         _check_teacher(settings, model, world_size)
     if settings.distill.server.urls:
         _check_teacher_server(settings)
+    method, remedy = settings.distill.merge.method, "merges checkpoints of stage=rl; in stage=sft, use distill.teacher"
+    require(settings.stage == "rl" or not method, "distill.merge.method", method, remedy)
     if settings.run.epochs == 0:  # otherwise resolve_epochs checks the number of steps
         check_num_steps(settings)
     check_layout(settings.parallel, model, world_size)
@@ -128,6 +130,9 @@ def check_num_steps(settings: Settings) -> None:
     """Raise ValueError if the run has too few steps for its other settings."""
     run, warmup = settings.run, settings.critic.warmup_steps
     require(run.steps > warmup, "critic.warmup_steps", warmup, f"leaves no training steps for the policy (run.steps={run.steps})")
+    every, remedy = settings.distill.merge.every, f"leaves no step with a teacher (run.steps={run.steps}); merge more often"
+    is_used = not settings.distill.merge.method or settings.stage != "rl" or has_merge(settings, step=run.steps - 1)
+    require(is_used, "distill.merge.every", every, remedy)
     remedy = "run.require_improvement compares the first with the last 10 steps: use at least 20"
     require(not run.require_improvement or run.steps >= 20, "run.steps", run.steps, remedy)
 

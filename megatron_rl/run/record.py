@@ -122,7 +122,7 @@ class Run:
         self._is_async = settings.run.max_staleness > 0
         self._recorded = {"num_best": settings.rollouts.keep_best, "num_worst": settings.rollouts.keep_worst}
         self._saves_all = settings.rollouts.save == "all"
-        self._has_teacher = settings.distill.has_teacher
+        self._distill = settings.distill
         self._reported_examples, self._busy_tracker = set(self.history.bad_examples), EngineBusyCounter()
         self.progress = ProgressDisplay(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
         self.trace = StepTrace(settings.run.trace)
@@ -234,7 +234,7 @@ class Run:
         stays pending in the history until `record` is called.
         """
         _, moving = groups_with_advantages(rollouts)
-        self.history.num_learning_steps += bool(moving) or self._has_teacher
+        self.history.num_learning_steps += bool(moving) or self._is_taught()
         metrics["rollout/bad_prompts"] = float(len(self.history.bad_examples))
         if self.judge_stats is not None:
             metrics |= self.judge_stats.record_decided(rollouts, self.history.judge)
@@ -256,6 +256,14 @@ class Run:
             )
             if self._saves_all:
                 self.rollout_store.record_step(step, rollouts, num_gen_batches=int(metrics["rollout/num_gen_batches"]))
+
+    def _is_taught(self) -> bool:
+        """Return True if a teacher changes the policy even without rewards.
+
+        A merge of the policy's own checkpoints differs from the policy only after the policy has
+        learned from rewards.
+        """
+        return self._distill.has_teacher and (not self._distill.merge.method or self.history.num_learning_steps > 0)
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Record a step's metrics and times, and print one line of progress."""
@@ -280,7 +288,7 @@ class Run:
             metrics = {**metrics, **times, **shares, **self.rollout_store.metrics(), **max_over_ranks(memory)}
             metrics |= self._check_alarms(step, metrics)
             self.metrics_log.log(step, metrics)
-        taught_nothing = metrics.get("rollout/all_groups_zero_std", 0.0) > 0 and not self._has_teacher
+        taught_nothing = metrics.get("rollout/all_groups_zero_std", 0.0) > 0 and not self._is_taught()
         assert self.progress is not None, "the main rank has a display"
         self.progress.log_step(step, metrics, note="rewards equal in every group: nothing learned" if taught_nothing else "")
         return metrics

@@ -2,15 +2,27 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_rl.algo.algorithms import ALGORITHMS
-from megatron_rl.algo.distill import ESTIMATES, add_teacher_rewards, check_distill, compute_distill_coef, make_distill_term
+from megatron_rl.algo.distill import ESTIMATES, add_teacher_rewards, check_distill, compute_distill_coef, make_distill_term, merges_after
 from megatron_rl.algo.divergences import DIVERGENCES
 from megatron_rl.algo.objective import make_policy_objective
-from megatron_rl.config import AlgoSettings, DistillSettings, TeacherServerSettings
+from megatron_rl.config import (
+    AlgoSettings,
+    CriticSettings,
+    DistillSettings,
+    MergeSettings,
+    ModelSettings,
+    RunSettings,
+    Settings,
+    TeacherServerSettings,
+)
+from megatron_rl.run.record import History
+from megatron_rl.training_loop import settings_at_step
 from megatron_rl.types import TokenSequence
 from tests.support.random_loss_inputs import make_loss_inputs, make_tensor
 from tests.support.rollout_factory import make_rollout
@@ -127,6 +139,35 @@ def test_settings_that_a_server_cannot_serve(given: dict, refusal: str) -> None:
         DistillSettings(server=server, **given)
     with pytest.raises(ValueError, match=r"^distill.server.token_file=key: has no effect without distill.server.urls"):
         TeacherServerSettings(token_file="key")
+
+
+def test_a_merge_is_the_only_teacher() -> None:
+    merge = MergeSettings(method="ema")
+    settings = DistillSettings(merge=merge, divergence="jsd", support="top_k")
+    assert settings.has_teacher and settings.is_local and settings.has_divergence
+    for other in ({"teacher": "t"}, {"server": TeacherServerSettings(urls=["http://teacher:8000"]), "apply_to": "reward"}):
+        with pytest.raises(
+            ValueError, match=r"^distill.merge.method=ema: is a second teacher next to distill.teacher or distill.server.urls"
+        ):
+            DistillSettings(merge=merge, **other)
+    with pytest.raises(ValueError, match=r"^distill.merge.method=ema: merges checkpoints of a policy that learns from rewards"):
+        check_distill(settings, needs_teacher=ALGORITHMS["distill"].needs_teacher)
+    check_distill(settings, needs_teacher=ALGORITHMS["grpo"].needs_teacher)
+
+
+def test_steps_with_a_merged_teacher() -> None:
+    """With two steps of critic warm-up and a checkpoint every three steps, the weights after the
+    steps 4, 7 and 10 are merged, and all steps from 5 on have a teacher."""
+    settings = Settings(
+        model=ModelSettings(path="m"), run=RunSettings(dir="there"), critic=CriticSettings(warmup_steps=2),
+        distill=DistillSettings(merge=MergeSettings(method="mean", every=3)),
+    )  # fmt: skip
+    assert [step for step in range(12) if merges_after(settings, step=step)] == [4, 7, 10]
+    with_teacher = [step for step in range(12) if settings_at_step(History(), settings, step=step).distill.has_teacher]
+    assert with_teacher == list(range(5, 12))
+    assert settings_at_step(History(), settings, step=5) == settings
+    without = replace(settings, distill=DistillSettings())
+    assert not any(merges_after(without, step=step) for step in range(12))
 
 
 def test_settings_without_a_teacher_are_refused() -> None:

@@ -122,6 +122,18 @@ def test_a_teacher_of_the_warm_start_needs_a_divergence(random_model: Path) -> N
             check_settings(settings_of(*given, override), 1)
 
 
+def test_a_merge_of_checkpoints_needs_rewards_and_steps(random_model: Path) -> None:
+    given = (f"model.path={random_model}", "run.dir=there", "task=number_line", "distill.merge.method=ties")
+    check_settings(settings_of(*given, "run.steps=3", "distill.merge.every=2"), 1)
+    for overrides, refusal in (
+        (("stage=sft",), "distill.merge.method=ties: merges checkpoints of stage=rl; in stage=sft, use distill.teacher"),
+        (("algo=distill",), "distill.merge.method=ties: merges checkpoints of a policy that learns from rewards"),
+        (("run.steps=2", "distill.merge.every=2"), "distill.merge.every=2: leaves no step with a teacher (run.steps=2); merge more often"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(refusal)}"):
+            check_settings(settings_of(*given, *overrides), 1)
+
+
 def test_a_teacher_on_servers_needs_sampled_tokens_at_temperature_1(random_model: Path) -> None:
     server = ("distill.server.urls=[http://teacher:8000]", "distill.apply_to=reward")
     given = (f"model.path={random_model}", "run.dir=there", "task=number_line", *server)

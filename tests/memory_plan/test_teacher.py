@@ -8,6 +8,8 @@ from megatron_rl.config import (
     BatchSettings,
     DistillSettings,
     EngineSettings,
+    LoraSettings,
+    MergeSettings,
     ModelSettings,
     RunSettings,
     Settings,
@@ -68,6 +70,31 @@ def test_the_teachers_hidden_states_on_the_host() -> None:
     (share,) = compute_model_shares(model, settings, world_size=2)
     whole = plan_host_memory([share], model, settings, world_size=2, uses_sandbox=False)
     assert whole.rank_bytes - replace(whole, teacher_hidden_bytes=0).rank_bytes == 32 * 2000 * HIDDEN * 2
+
+
+@pytest.mark.parametrize(("method", "state", "start"), [("ema", 4, 0), ("ties", 16, 4)])
+def test_a_merge_of_the_policys_checkpoints(method: str, state: int, start: int) -> None:
+    """Two replicas of a policy of 3b, of which the decoder is trained: each entry takes 4 bytes for
+    every number of the merge's state and for TIES merging's start weight, and 2 bytes for the
+    merged bfloat16 weights. The state is copied before it is written, by one of the replicas. The
+    device holds another output layer."""
+    settings = Settings(
+        model=ModelSettings(path=POLICY, dtype="bfloat16", frozen=["vision", "merger"]), run=RunSettings(dir="there"),
+        distill=DistillSettings(merge=MergeSettings(method=method)),
+    )  # fmt: skip
+    model = load_known_spec(POLICY)
+    (share,), (plain,) = (
+        compute_model_shares(model, each, world_size=2) for each in (settings, replace(settings, distill=DistillSettings()))
+    )
+    num = share.num_merged
+    assert num == share.num_trained_params == plain.num_trained_params > 3e9
+    assert (share.teacher_bytes, share.teacher_output_bytes) == (0, 2 * model.hidden_size * VOCABULARY)
+    host, without = (plan_host_memory([each], model, settings, world_size=2, uses_sandbox=False) for each in (share, plain))
+    assert host.weight_copy_bytes - without.weight_copy_bytes == (state + start + 2) * num
+    assert host.checkpoint_bytes - without.checkpoint_bytes == state * num // 2
+    with_adapters = replace(settings, model=replace(settings.model, frozen=[]), lora=LoraSettings(rank=8, targets=["mlp"]))
+    (adapted,) = compute_model_shares(model, with_adapters, world_size=2)
+    assert adapted.num_merged == 36 * 3 * 2048 * 11_008, "gate, up and down of 36 layers"
 
 
 def test_the_teachers_logits_of_a_chunk() -> None:

@@ -340,6 +340,13 @@ MUTANTS = (
         "tests/memory_plan/test_teacher.py",
     ),
     Mutant(
+        "the plan forgets that a merge is copied for a checkpoint",
+        "megatron_rl/memory_plan/host_memory.py",
+        "written + merge_bytes // replicas",
+        "written",
+        "tests/memory_plan/test_teacher.py -k merge",
+    ),
+    Mutant(
         "a server's logprobs are those of the next token",
         "megatron_rl/rollout/vllm/teacher_client.py",
         "zip(token_ids[1:], reply.prompt_logprobs[1:], strict=True)",

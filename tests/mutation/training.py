@@ -129,4 +129,11 @@ MUTANTS = (
         "",
         "tests/test_training_loop.py -k a_teacher_reads",
     ),
+    Mutant(
+        "steps of critic warm-up are merged",
+        "megatron_rl/algo/distill.py",
+        "settings.distill.merge, step + 1 - settings.critic.warmup_steps",
+        "settings.distill.merge, step + 1",
+        "tests/algo/test_distill.py -k merged_teacher",
+    ),
 )

@@ -17,7 +17,7 @@ from megatron_rl.config import DistillSettings
 from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.parallel import build_layout
-from megatron_rl.policy.teacher import Teacher, TeacherTerm
+from megatron_rl.policy.teacher import Teacher, TeacherTerm, load_teacher_model
 from megatron_rl.types import LossInputs, LossMetrics
 from tests.support.parallel_layouts import LayoutCase, compute_gradients, destroy_layout, make_example, make_policy
 
@@ -35,9 +35,8 @@ def run_layout(student: Path, teacher: Path, out: Path, text: str) -> None:
     result: dict[str, object] = {"mask": whole.mask_T}
     for name, top_k in CASES.items():
         terms = DIVERGENCES[name](DistillSettings(teacher=str(teacher), divergence=name, jsd_beta=BETA))
-        policy.teacher = Teacher(
-            str(teacher), layout, policy=policy.distribution, term=TeacherTerm(divergence=terms, top_k=top_k), dtype="float32"
-        )
+        model = load_teacher_model(str(teacher), layout, dtype="float32")
+        policy.teacher = Teacher(model, layout, policy=policy.distribution, term=TeacherTerm(divergence=terms, top_k=top_k))
         seen: list[torch.Tensor] = []
 
         def distill(rows: LossInputs, seen: list[torch.Tensor] = seen) -> tuple[torch.Tensor, LossMetrics]:

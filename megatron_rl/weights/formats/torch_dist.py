@@ -39,6 +39,9 @@ FORMAT_METADATA = {"sharded_backend": "torch_dist", "sharded_backend_version": 1
 """Content of metadata.json, as written by CheckpointingConfig (megatron-core 0.16.1,
 dist_checkpointing/core.py).
 """
+MERGE_PREFIX = "merge."
+"""Beginning of the keys of a merge of checkpoints (policy/checkpoint_merge.py)."""
+_NOT_OF_MODEL = ("optimizer.", MERGE_PREFIX)
 
 
 def read_format_metadata(folder: Path, *, key: str) -> object:
@@ -59,10 +62,10 @@ def read_format_metadata(folder: Path, *, key: str) -> object:
 class McoreTensors:
     """Tensors of a torch_dist folder, read one at a time by key.
 
-    By default, the optimizer's tensors are omitted. Raises ValueError if the chunks of a tensor do
-    not cover the tensor exactly once, if a chunk extends beyond the end of its file, or if a file
-    of a training checkpoint differs from its recorded digest. A tensor file is compared with its
-    digest before the first tensor is read from the file.
+    By default, the tensors of the optimizer and of a merge are omitted. Raises ValueError if the
+    chunks of a tensor do not cover the tensor exactly once, if a chunk extends beyond the end of
+    its file, or if a file of a training checkpoint differs from its recorded digest. A tensor file
+    is compared with its digest before the first tensor is read from the file.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -83,7 +86,7 @@ class McoreTensors:
             key: Setting or option that names the folder, for error messages.
             read_once: Set to True if each tensor is read only once, and only by this process; see
                 tensor_files.map_tensor.
-            with_optimizer: Include the optimizer's tensors.
+            with_optimizer: Include the tensors of the optimizer and of a merge.
             is_verified: Set to True if all files have already been compared with their digests.
         """
         self.folder, self.key, self._read_once = Path(folder), key, read_once
@@ -92,7 +95,7 @@ class McoreTensors:
         self.metadata = read_metadata(self.folder, key=key)
         self._tensors = {
             name: entry for name, entry in self.metadata.state_dict_metadata.items()
-            if isinstance(entry, metadata.TensorStorageMetadata) and (with_optimizer or not name.startswith("optimizer."))
+            if isinstance(entry, metadata.TensorStorageMetadata) and (with_optimizer or not name.startswith(_NOT_OF_MODEL))
         }  # fmt: skip
         self._sizes = {(name, chunk.offsets): chunk.sizes for name, entry in self._tensors.items() for chunk in entry.chunks}
         self._places: dict[metadata.MetadataIndex, filesystem._StorageInfo] = self.metadata.storage_data

@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from megatron_rl.weights.formats import pickle_tensors
 from megatron_rl.weights.formats.pickle_tensors import StoredTensor
-from megatron_rl.weights.formats.torch_dist import FORMAT_METADATA, McoreTensors, read_format_metadata
+from megatron_rl.weights.formats.torch_dist import FORMAT_METADATA, MERGE_PREFIX, McoreTensors, read_format_metadata
 
 COMMON = "common.pt"
 """Name of the file with the state that is not stored as sharded tensors."""
@@ -53,6 +53,8 @@ def load(wanted: ShardedStateDict, folder: Path, *, key: str, with_optimizer: bo
     no_tensor = next((name for name, entry in entries if isinstance(entry, BytesStorageMetadata)), None)
     if with_optimizer and no_tensor is not None:
         raise ValueError(f"{key}={folder}: {no_tensor} is a bytes entry, but a training state contains only tensors; copy it again")
+    if "merge" in wanted and not any(name.startswith(MERGE_PREFIX) for name, _ in entries):
+        raise ValueError(f"{key}={folder}: contains no merge of checkpoints; resume without distill.merge, or choose another run.dir")
     strict = StrictHandling.RAISE_ALL if with_optimizer else StrictHandling.ASSUME_OK_UNEXPECTED
     with _using_reader(_Reader(stored)):
         found = dist_checkpointing.load(wanted, str(folder), strategy.TorchDistLoadShardedStrategy(), _EmptyCommonState(), strict=strict)
