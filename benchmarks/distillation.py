@@ -25,6 +25,9 @@ CELLS = {
     "distill_forward_kl": ["algo=distill", "distill.teacher={teacher}", "distill.divergence=forward_kl"],
     "distill_reward": ["algo=distill", "distill.teacher={teacher}", "distill.apply_to=reward"],
     "grpo_and_distill": ["distill.teacher={teacher}"],
+    "grpo_and_merge": ["distill.merge.method=ema"],
+    "grpo_and_merge_reward": ["distill.merge.method=ema", "distill.apply_to=reward"],
+    "grpo_and_merge_ties": ["distill.merge.method=ties_ema"],
 }
 TINY = ["run.steps=1", "batch.prompts_per_step=2", "batch.group_size=2", "task.eval_samples=1", "task.max_turns=1"]
 
