@@ -287,6 +287,56 @@ def test_minigrid_learning(tmp_path: Path) -> None:
     assert rows(said_by("minigrid_learning", *given)) == rows(said)
 
 
+def test_geometry_tables(tmp_path: Path) -> None:
+    """Three grids and one pair of circles in each split. The majority answer, the means, the t
+    interval over two seeds and Wilson's interval equal values computed by hand; cells without a
+    result are listed as not run."""
+    geometry = benchmark("geometry")
+    asked = [("Grid", "2"), ("Grid", "2"), ("Grid", "3"), ("Circles", "Yes")]
+    trained = [("Grid", "3"), ("Grid", "2"), ("Grid", "2"), ("Circles", "No"), ("Circles", "Yes"), ("Circles", "Yes")]
+    correct = {("sft", 0): (1 / 3, 0.0), ("sft", 1): (1 / 3, 0.0), ("grpo", 0): (1.0, 1.0), ("grpo", 1): (1.0, 0.0)}
+    for seed in (0, 1):
+        data = tmp_path / f"seed{seed}" / "data"
+        data.mkdir(parents=True)
+        lines = [json.dumps({"question": question, "answer": answer}) + "\n" for question, answer in trained]
+        (data / "train.jsonl").write_text("".join(lines))
+        for split in geometry.SPLITS:
+            name = "" if split == "eval" else f", {split.removeprefix('shift_')}"
+            lines = [json.dumps({"task": task + name, "prompt": task, "groundtruth": answer}) + "\n" for task, answer in asked]
+            (data / f"{split}.jsonl").write_text("".join(lines))
+        for cell in geometry.CELLS:
+            grid, circles = correct[cell, seed]
+            metrics = {"greedy_task_grid": grid, "greedy_task_circles": circles}
+            for shift in ("color", "width", "size", "count"):
+                metrics |= {f"greedy_task_grid_{shift}": 0.0, f"greedy_task_circles_{shift}": float(cell == "grpo")}
+            (tmp_path / f"seed{seed}" / cell).mkdir()
+            (tmp_path / f"seed{seed}" / cell / "eval.json").write_text(json.dumps(metrics))
+        (tmp_path / f"seed{seed}" / "grpo.seconds").write_text("90.0\n")
+    found = {(row[0], row[1]): row for row in rows_of_tables(geometry.make_tables(tmp_path, [0, 1, 2]))}
+    mean, reach = 87.5, 12.706 * 12.5  # deviation 17.68 over the root of 2
+    assert found["eval", "75.0"][2:] == ["25.0 (25.0 to 25.0)", f"{mean} ({max(0, mean - reach):.1f} to 100.0)", "+62.5"]
+    assert found["shift_count", "75.0"][2:] == ["0.0 (0.0 to 0.0)", "25.0 (25.0 to 25.0)", "+25.0"]
+    assert found["sft", "0"][2] == "25.0 (4.6 to 69.9)" and found["grpo", "1"][2] == "75.0 (30.1 to 95.4)"
+    assert found["grpo", "0"][-1] == "1.5" and set(found["sft", "2"][2:-1]) == {"not run"}
+    assert found["Grid", "33.3 (33.3 to 33.3)"][2] == "100.0 (100.0 to 100.0)" and found["Circles", "0.0 (0.0 to 0.0)"]
+
+
+def rows_of_tables(said: str) -> list[list[str]]:
+    """Return the cells of the rows of several Markdown tables, without their headers."""
+    return [row for table in said.split("\n\n") for row in rows(table)]
+
+
+@pytest.mark.long
+def test_geometry(tmp_path: Path) -> None:
+    """A finished cell is not run again."""
+    given = ("--out", tmp_path, "--tiny", "--seeds", 3)
+    said = said_by("geometry", *given, timeout_s=800)
+    assert "seed 3, grpo: done" in said and (tmp_path / "geometry_curves.png").is_file()
+    assert not any("not run" in row for row in rows_of_tables(said[said.index("| split") : said.index("curve:")].strip()))
+    began = time.monotonic()
+    assert said_by("geometry", *given).count("done") == 2 and time.monotonic() - began < 30
+
+
 def test_agent_frameworks_table(tmp_path: Path) -> None:
     """Success is the fraction of positive returns, with Wilson's interval; other runs are listed as
     not run; and all cells train on equally many episodes."""

@@ -24,4 +24,25 @@ MUTANTS = (
         '("test", names[num - 1 :])',
         "tests/tools/test_make_lewis.py -k both_splits",
     ),
+    Mutant(
+        "a picture has one nested square less than its answer",
+        "tools/data/geometry_scenes.py",
+        "for _ in range(int(answer)):",
+        "for _ in range(int(answer) - 1):",
+        "tests/tools/test_make_geometry.py -k pixels_show",
+    ),
+    Mutant(
+        "circles that should overlap are apart",
+        "tools/data/geometry_scenes.py",
+        '(1 if answer == "No" else -1)',
+        '(1 if answer == "Yes" else -1)',
+        "tests/tools/test_make_geometry.py -k pixels_show",
+    ),
+    Mutant(
+        "held-out pictures are those of the training data",
+        "tools/data/make_geometry.py",
+        'random.Random(f"{seed} {split} {index}")',
+        'random.Random(f"{seed} {index}")',
+        "tests/tools/test_make_geometry.py -k share_no_picture",
+    ),
 )
