@@ -1,0 +1,1 @@
+"""Learning gates: bands for figures of small recipes, from a history of earlier runs."""
