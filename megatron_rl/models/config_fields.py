@@ -74,6 +74,19 @@ QWEN2_TEXT: Fields = {**_LANGUAGE, "sliding_window": ANY, "attention_bias": (Tru
 use_sliding_window is true; q, k and v always have biases.
 """
 QWEN3_TEXT: Fields = {**_LANGUAGE, "sliding_window": (), "attention_bias": (False,), "qkv_bias": (False,)}
+QWEN3_MOE_TEXT: Fields = {
+    **QWEN3_TEXT,
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers",
+         "output_router_logits", "router_aux_loss_coef"),
+        ANY,
+    ),
+    "norm_topk_prob": (True,), "shared_expert_intermediate_size": (0,), "num_shared_experts": (0,),
+}  # fmt: skip
+"""Fields of the language model of Qwen3-VL with experts. transformers always normalizes the weights
+of a token's experts; vLLM does so if norm_topk_prob is true. output_router_logits and
+router_aux_loss_coef only affect the loss that transformers computes.
+"""
 
 _TOWER: Fields = {
     **_COMMON,
@@ -152,11 +165,14 @@ def _short(value: object) -> str:
 
 
 def _find_language_problems(stored: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Yield a phrase for unsupported layer types and for each unsupported rotary setting."""
+    """Yield a phrase for unsupported layer types, experts and rotary settings."""
     layers = stored.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)):
         other = layers if not isinstance(layers, list) else next(layer for layer in layers if layer != "full_attention")
         yield f"{path}layer_types contains {_short(other)}, supported: full_attention"
+    experts, local = stored.get("num_experts"), stored.get("num_local_experts")
+    if None not in (experts, local) and experts != local:
+        yield f"{path}num_experts is {_short(experts)}, but num_local_experts, another name of this field, is {_short(local)}"
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(stored.get(name), dict):
             yield from _find_unaccepted(stored[name], _ROPE, f"{path}{name}.")

@@ -1,16 +1,31 @@
 """Name mappings of the decoder layers of Qwen2 and Qwen3.
 
 Qwen2's layers have biases on q, k and v, and Qwen3's layers have norms on q and k. Otherwise, the
-layers of the two models have the same structure.
+layers of the two models have the same structure. In a mixture-of-experts model, a layer has either
+such an MLP or a router with experts (policy/experts.py).
 """
 
 from functools import partial
 
-from megatron_rl.models.name_mapping import AttentionHeads, ParamMapping, fuse_halves, fuse_qkv, split_halves, split_qkv
+from megatron_rl.models.name_mapping import (
+    AttentionHeads,
+    ParamMapping,
+    fold_gate_up,
+    fuse_halves,
+    fuse_qkv,
+    split_halves,
+    split_qkv,
+    unfold_gate_up,
+)
 
 
-def decoder_layer_mappings(layer: int, heads: AttentionHeads, *, qkv_bias: bool, qk_norm: bool) -> list[ParamMapping]:
-    """Return the name mappings of the decoder layer with global layer number `layer`."""
+def decoder_layer_mappings(
+    layer: int, heads: AttentionHeads, *, qkv_bias: bool, qk_norm: bool, is_sparse: bool = False
+) -> list[ParamMapping]:
+    """Return the name mappings of the decoder layer with global layer number `layer`.
+
+    If `is_sparse` is True, the layer has a router and experts instead of an MLP.
+    """
     mcore, hf, stage = f"language.decoder.layers.{layer}.", f"model.layers.{layer}.", f"layer:{layer}"
 
     def qkv(kind: str) -> ParamMapping:
@@ -21,7 +36,6 @@ def decoder_layer_mappings(layer: int, heads: AttentionHeads, *, qkv_bias: bool,
         )  # fmt: skip
 
     norms = [ParamMapping(f"{mcore}self_attention.{x}_layernorm.weight", (f"{hf}self_attn.{x}_norm.weight",), stage) for x in "qk"]
-    gate_up = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
     return [
         ParamMapping(
             f"{mcore}input_layernorm.weight", (f"{hf}input_layernorm.weight",), stage,
@@ -33,11 +47,32 @@ def decoder_layer_mappings(layer: int, heads: AttentionHeads, *, qkv_bias: bool,
         ParamMapping(f"{mcore}self_attention.linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), stage, shard_dim=1),
         ParamMapping(
             f"{mcore}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",), stage,
-            fused_norm=f"{mcore}mlp.linear_fc1.layer_norm_weight",
+            fused_norm="" if is_sparse else f"{mcore}mlp.linear_fc1.layer_norm_weight",
         ),
-        ParamMapping(f"{mcore}mlp.linear_fc1.weight", gate_up, stage, fuse=fuse_halves, split=split_halves, shard_dim=0, fuse_shards=True),
-        ParamMapping(f"{mcore}mlp.linear_fc2.weight", (f"{hf}mlp.down_proj.weight",), stage, shard_dim=1),
+        *(_expert_mappings if is_sparse else _mlp_mappings)(f"{mcore}mlp.", f"{hf}mlp.", stage),
     ]  # fmt: skip
+
+
+def _mlp_mappings(mcore: str, hf: str, stage: str) -> list[ParamMapping]:
+    gate_up = (f"{hf}gate_proj.weight", f"{hf}up_proj.weight")
+    return [
+        ParamMapping(f"{mcore}linear_fc1.weight", gate_up, stage, fuse=fuse_halves, split=split_halves, shard_dim=0, fuse_shards=True),
+        ParamMapping(f"{mcore}linear_fc2.weight", (f"{hf}down_proj.weight",), stage, shard_dim=1),
+    ]
+
+
+def _expert_mappings(mcore: str, hf: str, stage: str) -> list[ParamMapping]:
+    """Return the mappings of a router [E, H] and of experts, [E, H, 2, F] and [E, F, H].
+
+    E experts have the intermediate size F. Tensor parallelism shards F.
+    """
+    return [
+        ParamMapping(f"{mcore}router.weight", (f"{hf}gate.weight",), stage),
+        ParamMapping(
+            f"{mcore}experts.linear_fc1", (f"{hf}experts.gate_up_proj",), stage, fuse=unfold_gate_up, split=fold_gate_up, shard_dim=3
+        ),
+        ParamMapping(f"{mcore}experts.linear_fc2", (f"{hf}experts.down_proj",), stage, shard_dim=1),
+    ]
 
 
 qwen2_layer_mappings = partial(decoder_layer_mappings, qkv_bias=True, qk_norm=False)

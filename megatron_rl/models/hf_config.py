@@ -18,7 +18,7 @@ from megatron_rl.io.jsonl import read_json
 from megatron_rl.models.config_fields import find_unsupported
 from megatron_rl.models.family import FAMILIES
 from megatron_rl.models.model_folder import find_config_file
-from megatron_rl.models.model_spec import ModelFamily, ModelSpec, VisionSpec
+from megatron_rl.models.model_spec import ExpertSpec, ModelFamily, ModelSpec, VisionSpec
 
 TEXT_SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
@@ -74,7 +74,11 @@ def parse_spec(stored: object, *, folder: str | Path, key: str) -> ModelSpec:
     wrong = _find_config_error(config, family)
     if wrong:
         raise _damaged_config_error(wrong, folder=folder, key=key)
-    return _build_spec(config, family)
+    try:
+        experts = family.read_expert_spec(config.text_config.to_dict()) if family.read_expert_spec else None
+    except ValueError as error:
+        raise ValueError(f"{key}={folder}: config.json: {error}") from error
+    return _build_spec(config, family, experts)
 
 
 def _damaged_config_error(reason: object, *, folder: str | Path, key: str) -> ValueError:
@@ -137,7 +141,7 @@ def _head_dim(text: Mapping[str, Any]) -> int:
     return text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
 
 
-def _build_spec(config: PreTrainedConfig, family: ModelFamily) -> ModelSpec:
+def _build_spec(config: PreTrainedConfig, family: ModelFamily, experts: ExpertSpec | None) -> ModelSpec:
     text = config.text_config.to_dict()
     return ModelSpec(
         family=family,
@@ -159,4 +163,5 @@ def _build_spec(config: PreTrainedConfig, family: ModelFamily) -> ModelSpec:
         video_token_id=config.video_token_id,
         vision_start_id=config.vision_start_token_id,
         vision_end_id=config.vision_end_token_id,
+        experts=experts,
     )

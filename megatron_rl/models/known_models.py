@@ -1,6 +1,7 @@
 """Sizes of released models, used for memory plans and for models with random weights."""
 
 from pathlib import Path
+from typing import cast
 
 from megatron_rl.models.hf_config import parse_spec, read_spec
 from megatron_rl.models.model_spec import ModelSpec
@@ -14,14 +15,17 @@ _TABLE = {
     "qwen3_vl": {
         "2B": (2048, 6144, 28, 16, 8), "4B": (2560, 9728, 36, 32, 8), "8B": (4096, 12288, 36, 32, 8), "32B": (5120, 25600, 64, 64, 8),
     },
+    "qwen3_vl_moe": {"30B-A3B": (2048, 6144, 48, 32, 4), "235B-A22B": (4096, 12288, 94, 64, 4)},
 }  # fmt: skip
 RELEASED_SIZES: dict[str, dict[str, dict[str, int]]] = {
     family: {size: dict(zip(_NAMES, numbers, strict=True)) for size, numbers in sizes.items()} for family, sizes in _TABLE.items()
 }  # fmt: skip
 """Sizes of the language models, keyed by model_type and model size."""
-_HUB_NAMES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen2_vl": "Qwen2-VL", "qwen3_vl": "Qwen3-VL"}
+_HUB_NAMES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen2_vl": "Qwen2-VL", "qwen3_vl": "Qwen3-VL", "qwen3_vl_moe": "Qwen3-VL"}
 HUB_IDS = {f"Qwen/{_HUB_NAMES[family]}-{size}-Instruct": (family, size) for family, sizes in RELEASED_SIZES.items() for size in sizes}
 """Maps a released model's name on the Hugging Face hub to (model_type, model size)."""
+_EXPERT_SIZES = {"30B-A3B": 768, "235B-A22B": 1536}
+"""Intermediate size of one of the 128 experts, keyed by model size."""
 _VISION_TOKEN_IDS = {"vision_start_token_id": 151652, "vision_end_token_id": 151653, "image_token_id": 151655, "video_token_id": 151656}
 _PATCH_SIZES = {"spatial_merge_size": 2, "temporal_patch_size": 2}
 
@@ -29,10 +33,12 @@ _PATCH_SIZES = {"spatial_merge_size": 2, "temporal_patch_size": 2}
 def make_released_config(size: str, *, family: str = "qwen2_5_vl") -> dict[str, object]:
     """Return the content of a released model's config.json.
 
-    For Qwen3-VL, the content is nested, with the field names of transformers 4.57. For the other
+    For Qwen3-VL, the content is nested, with the field names of transformers 4.57. For the older
     families, the content is flat, with the field names of transformers 4.41.
     """
-    return {"qwen2_5_vl": _qwen2_5_vl, "qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl}[family](size, RELEASED_SIZES[family][size])
+    return {"qwen2_5_vl": _qwen2_5_vl, "qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl, "qwen3_vl_moe": _qwen3_vl_moe}[family](
+        size, RELEASED_SIZES[family][size]
+    )
 
 
 def _qwen2_5_vl(size: str, sizes: dict[str, int]) -> dict[str, object]:
@@ -88,6 +94,20 @@ def _qwen3_vl(size: str, sizes: dict[str, int]) -> dict[str, object]:
         "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", **_VISION_TOKEN_IDS,
         "tie_word_embeddings": is_small,
         "text_config": text, "vision_config": vision,
+    }  # fmt: skip
+
+
+def _qwen3_vl_moe(size: str, sizes: dict[str, int]) -> dict[str, object]:
+    """Return the config of the dense model with these sizes and fields for experts in every layer."""
+    config = _qwen3_vl(size, sizes)
+    text, vision = cast("dict[str, object]", config["text_config"]), cast("dict[str, object]", config["vision_config"])
+    experts = {
+        "model_type": "qwen3_vl_moe_text", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": _EXPERT_SIZES[size],
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
+    return {
+        **config, "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe", "text_config": text | experts,
+        "vision_config": vision | {"model_type": "qwen3_vl_moe"},
     }  # fmt: skip
 
 

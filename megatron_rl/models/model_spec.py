@@ -13,7 +13,15 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatron_rl.models.config_fields import Fields
-from megatron_rl.models.name_mapping import AttentionHeads, ParamMapping, canonical_name, name_table, nested_name
+from megatron_rl.models.name_mapping import (
+    AttentionHeads,
+    ParamMapping,
+    canonical_name,
+    is_expert_tensor,
+    name_table,
+    nested_name,
+    swap_last_dims,
+)
 from megatron_rl.types import Image
 
 
@@ -73,6 +81,20 @@ class VisionSpec:
         return self.spatial_merge_size**2
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ExpertSpec:
+    """Sizes of the experts of a mixture-of-experts language model."""
+
+    num_experts: int
+    """Number of experts of a sparse layer."""
+    top_k: int
+    """Number of experts that compute each token."""
+    ffn_size: int
+    """Intermediate size of one expert."""
+    sparse_layers: tuple[bool, ...]
+    """For each decoder layer, True if its MLP consists of experts, False if it is dense."""
+
+
 SHARED_SIZES = ("depth", "num_heads", "in_channels", "patch_size", "temporal_patch_size", "spatial_merge_size")
 """Names of the vision_config fields that VisionSpec.from_config reads."""
 
@@ -121,8 +143,10 @@ class ModelFamily:
     """
     read_vision_spec: Callable[[Any], VisionSpec]
     """Function that builds a VisionSpec from a vision_config."""
-    layer_mappings: Callable[[int, AttentionHeads], list[ParamMapping]]
-    """Function (global layer number, heads) -> name mappings of one decoder layer."""
+    layer_mappings: Callable[..., list[ParamMapping]]
+    """Function (global layer number, heads) -> name mappings of one decoder layer. A family with
+    experts has the keyword is_sparse as well (ExpertSpec.sparse_layers).
+    """
     megatron_tower_mappings: Callable[[VisionSpec], list[ParamMapping]]
     """Function that returns the name mappings of a vision tower built from Megatron's layers, as
     found in classic checkpoints of other trainers (models/megatron_tower.py).
@@ -146,6 +170,10 @@ class ModelFamily:
     """
     vision_lora_patterns: Mapping[str, str]
     """Regular expressions for module names of the vision tower, keyed by target (lora.targets)."""
+    read_expert_spec: Callable[[Mapping[str, Any]], ExpertSpec] | None = None
+    """Function that builds an ExpertSpec from the fields of text_config, and raises ValueError if
+    a field is invalid; None if all models of the family are dense.
+    """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -179,6 +207,12 @@ class ModelSpec:
     video_token_id: int
     vision_start_id: int
     vision_end_id: int
+    experts: ExpertSpec | None = None
+    """Sizes of the experts; None for a dense model."""
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return True if the MLP of the decoder layer with this global number has experts."""
+        return self.experts is not None and self.experts.sparse_layers[layer]
 
     @property
     def heads(self) -> AttentionHeads:
@@ -189,12 +223,14 @@ class ModelSpec:
         """Return the shape of every tensor of the model, keyed by canonical name.
 
         The shapes are read from transformers' model (5.19), built on the meta device. Tied
-        embeddings are listed once, as `model.embed_tokens.weight`.
+        embeddings are listed once, as `model.embed_tokens.weight`. Experts have the shapes of
+        released checkpoints; in memory, transformers stores their last two dimensions swapped.
         """
         with torch.device("meta"):
             # transformers modifies the config passed to it (attention implementation).
             model = self.family.model_class(deepcopy(self.config))
         shapes = {canonical_name(name): tensor.shape for name, tensor in model.state_dict().items()}
+        shapes |= {name: swap_last_dims(shape) for name, shape in shapes.items() if is_expert_tensor(name)}
         if self.tie_word_embeddings:
             del shapes["lm_head.weight"]
         return shapes
@@ -203,9 +239,13 @@ class ModelSpec:
         """Return the name mappings of all parameters of the model."""
         return name_table(
             num_layers=self.num_layers, heads=self.heads, tie_word_embeddings=self.tie_word_embeddings, vocab_size=self.vocab_size,
-            layer_mappings=self.family.layer_mappings,
+            layer_mappings=self._layer_mappings,
             vision_names=sorted(name.removeprefix("visual.") for name in self.shapes() if name.startswith("visual.")),
         )  # fmt: skip
+
+    def _layer_mappings(self, layer: int, heads: AttentionHeads) -> list[ParamMapping]:
+        options = {} if self.experts is None else {"is_sparse": self.is_sparse(layer)}
+        return self.family.layer_mappings(layer, heads, **options)
 
     def build_tower(self) -> PreTrainedModel:
         """Build transformers' vision tower with newly initialized weights."""

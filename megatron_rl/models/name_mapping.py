@@ -179,6 +179,29 @@ def name_table(
     return rows
 
 
+def unfold_gate_up(tensors: Tensors) -> torch.Tensor:
+    """View the experts' gate_up_proj [E, H, 2F] as [E, H, 2, F], with gate before up.
+
+    Dimension 3 is the one that tensor parallelism shards.
+    """
+    return tensors[0].unflatten(-1, (2, -1))
+
+
+def fold_gate_up(unfolded: torch.Tensor) -> Tensors:
+    """View [E, H, 2, F] as gate_up_proj [E, H, 2F]; inverse of `unfold_gate_up`."""
+    return (unfolded.flatten(-2),)
+
+
+def is_expert_tensor(name: str) -> bool:
+    """Return True for a Hugging Face tensor that contains a matrix for each expert of a layer."""
+    return name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))
+
+
+def swap_last_dims(shape: torch.Size) -> torch.Size:
+    """Return a shape with its last two dimensions swapped."""
+    return torch.Size((*shape[:-2], shape[-1], shape[-2]))
+
+
 PEFT_PREFIX = "base_model.model."
 """Prefix that PEFT (0.21, PeftModel) adds to the base model's names."""
 

@@ -77,6 +77,9 @@ def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int, 
         f"leaves {first} layers to the first chunk, but {model_label} adds image features to {stacked} layers; use fewer stages or chunks"
     )
     require(first >= stacked, "parallel.pp*parallel.vpp", chunks, remedy)
+    if model.experts is not None:
+        remedy = f"needs parallel.sequence_parallel=true, because {model_label} has experts"
+        require(parallel.tp == 1 or parallel.sequence_parallel, "parallel.tp", parallel.tp, remedy)
     block = parallel.tp * parallel.pp
     require(
         world_size % block == 0, "parallel.tp*parallel.pp", block,
@@ -90,7 +93,8 @@ def sizes_cut_by_tp(model: ModelSpec) -> dict[str, int]:
     The vocabulary size is not included, because the vocabulary is padded.
     """
     ffn = "rows of each MLP (intermediate_size)"
-    return {"attention heads": model.num_heads, "key/value heads": model.num_kv_heads, ffn: model.ffn_size}
+    experts = {} if model.experts is None else {"rows of each expert (moe_intermediate_size)": model.experts.ffn_size}
+    return {"attention heads": model.num_heads, "key/value heads": model.num_kv_heads, ffn: model.ffn_size, **experts}
 
 
 def require_divisible(key: str, tp: int, sizes: Mapping[str, int], *, model_label: str) -> None:

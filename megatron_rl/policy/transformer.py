@@ -4,7 +4,7 @@ A rank holds the whole model, or one or more pipeline chunks of the model.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,6 +26,7 @@ from megatron_rl.models.mrope import interleave_sections
 from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.attention import PackedCoreAttention, Segments, SharedPromptParams
 from megatron_rl.policy.deepstack import DeepStack, add_to_layer, split_embeddings
+from megatron_rl.policy.experts import expert_config, sparse_mlp_spec
 from megatron_rl.policy.fused import fused_rms_norm, fused_swiglu, fuses_activation
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.lora import adapt_layers
@@ -72,7 +73,7 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
 
     Fusions that need apex or Transformer Engine are disabled.
     """
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         ffn_hidden_size=spec.ffn_size,
@@ -112,8 +113,13 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
         bias_activation_fusion=fuses_activation(),
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **expert_config(spec),
         **spec.family.megatron_config,
     )
+    # TransformerConfig rejects the all-gather dispatcher if micro-batches differ in length. Without
+    # expert parallelism, the ranks that exchange tokens always have the same number of them.
+    config.moe_token_dispatcher_type = "allgather"
+    return config
 
 
 def _recompute(mode: str, num_layers: int) -> dict[str, Any]:
@@ -132,12 +138,14 @@ def _recompute(mode: str, num_layers: int) -> dict[str, Any]:
     return {}
 
 
-def _layer_specs(num_layers: int, config: TransformerConfig, lora: LoraSettings) -> TransformerBlockSubmodules:
+def _layer_specs(is_sparse: Sequence[bool], config: TransformerConfig, lora: LoraSettings) -> TransformerBlockSubmodules:
+    """Return the specs of a chunk's layers; `is_sparse` has an entry for each of them."""
     if uses_transformer_engine(lora):
         from megatron.core.extensions.transformer_engine import TENorm
 
         te_layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        return TransformerBlockSubmodules(layer_specs=[te_layer] * num_layers, layer_norm=cast("Any", TENorm))
+        layers = [_with_experts(te_layer, TENorm) if sparse else te_layer for sparse in is_sparse]
+        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=cast("Any", TENorm))
     layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts = cast("Any", layer.submodules)
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -147,7 +155,20 @@ def _layer_specs(num_layers: int, config: TransformerConfig, lora: LoraSettings)
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if lora.rank:
         adapt_layers(layer, lora, config)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=cast("Any", RMSNorm))
+    layers = [_with_experts(layer, RMSNorm) if sparse else layer for sparse in is_sparse]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=cast("Any", RMSNorm))
+
+
+def _with_experts(layer: ModuleSpec, norm: type[nn.Module]) -> ModuleSpec:
+    """Return the spec of a layer with experts instead of an MLP, after a norm of its own."""
+    return replace(layer, submodules=replace(cast("Any", layer.submodules), pre_mlp_layernorm=norm, mlp=sparse_mlp_spec()))
+
+
+def _sparse_layers(spec: ModelSpec, layout: Layout, number: int) -> list[bool]:
+    """Return for each layer of this rank's chunk `number` whether it has experts."""
+    size = spec.num_layers // (layout.pp * layout.vpp)
+    first = (number * layout.pp + layout.pp_rank) * size
+    return [spec.is_sparse(layer) for layer in range(first, first + size)]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -185,7 +206,7 @@ class ModelChunk(MegatronModule):
         self.share_embeddings_and_output_weights = spec.tie_word_embeddings and heads.has_lm_head
         self.language = GPTModel(
             config,
-            cast("Any", _layer_specs(spec.num_layers // (layout.pp * layout.vpp), config, lora)),
+            cast("Any", _layer_specs(_sparse_layers(spec, layout, number), config, lora)),
             vocab_size=padded_vocab(spec.vocab_size, layout.tp),
             max_sequence_length=spec.max_positions,
             pre_process=self.pre_process,
@@ -198,7 +219,8 @@ class ModelChunk(MegatronModule):
         )
         if fuses_activation() and not self.uses_transformer_engine:
             for layer in self.language.decoder.layers:
-                cast("nn.Module", layer.mlp).__class__ = FusedMLP
+                if not layer.is_moe_layer:
+                    cast("nn.Module", layer.mlp).__class__ = FusedMLP
         self.vision = build_vision_tower(spec, layout, dtype, lora=lora) if self.pre_process else None
         for layer in range(spec.vision.num_deepstack_layers if self.pre_process else 0):
             self.language.decoder.layers[layer].register_forward_hook(partial(add_to_layer, layer), with_kwargs=True)

@@ -54,7 +54,7 @@ def test_every_field_of_transformers_classes_is_listed(family: str) -> None:
     If a newer transformers adds a field, its effect must be examined and the list extended.
     """
     classes = FAMILIES[family].config_class.sub_configs
-    text = {*FAMILIES[family].text_fields, *config_fields._COMMON, "layer_types"}
+    text = {*FAMILIES[family].text_fields, *config_fields._COMMON, "layer_types", "tie_word_embeddings"}
     lists = {"text_config": text, "vision_config": {*FAMILIES[family].vision_fields}}
     assert {field.name for field in fields(FAMILIES[family].config_class)} <= config_fields._TOP.keys()
     for part, listed in lists.items():
@@ -138,7 +138,7 @@ EVERYWHERE = [
 def test_what_is_not_computed_is_refused_with_path_and_value(family: str, path: str, value: object) -> None:
     """Settings that the trainer does not compute are rejected with path and value.
 
-    This includes flat duplicates of text_config, which transformers ignores in all three
+    This includes flat duplicates of text_config, which transformers ignores in all
     families.
     """
     shown = str(value["rope_theta"] if "rope_theta" in str(value) else "")

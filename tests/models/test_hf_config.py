@@ -21,8 +21,10 @@ PARAMETERS = {"3B": 3.75e9, "7B": 8.29e9, "32B": 33.5e9, "72B": 73.4e9}
 OTHERS = {
     "Qwen2-VL-2B": 2_208_985_600, "Qwen2-VL-7B": 8_291_375_616, "Qwen2-VL-72B": 73_405_560_320,
     "Qwen3-VL-2B": 2_127_532_032, "Qwen3-VL-4B": 4_437_815_808, "Qwen3-VL-8B": 8_767_123_696, "Qwen3-VL-32B": 33_357_390_064,
+    "Qwen3-VL-30B-A3B": 31_070_754_032, "Qwen3-VL-235B-A22B": 235_670_022_896,
 }  # fmt: skip
-"""Number of parameters in the released files, as reported by the Hugging Face Hub."""
+"""Number of parameters in the released files, as reported by the Hugging Face Hub. The numbers of
+the models with experts are those of transformers' model with the released sizes."""
 NAMES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
@@ -84,7 +86,7 @@ def test_every_released_size_of_other_families_is_read(name: str, tmp_path: Path
             num_position_embeddings=48 * 48,
         )  # fmt: skip
     assert spec.vision == tower
-    config = make_released_config(name.rsplit("-", 1)[1], family=spec.config.model_type)
+    config = make_released_config(name.removeprefix("Qwen2-VL-").removeprefix("Qwen3-VL-"), family=spec.config.model_type)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_known_spec(str(tmp_path)) == spec
 
@@ -105,9 +107,9 @@ def test_embeddings_tied_by_the_text_config_alone(tmp_path: Path) -> None:
         (None, "config.json is missing"),
         ("{", "config.json is damaged"),
         ('{"model_type": "qwen2_5_vl", "hidden_size": "wide"}', "config.json is damaged"),
-        ('{"model_type": "llama"}', "has model_type llama; supported: qwen2_5_vl, qwen2_vl, qwen3_vl$"),
-        ('{"model_type": ["qwen2_5_vl"]}', "has model_type .*; supported: qwen2_5_vl, qwen2_vl, qwen3_vl$"),
-        ("{}", "has model_type None; supported: qwen2_5_vl, qwen2_vl, qwen3_vl$"),
+        ('{"model_type": "llama"}', "has model_type llama; supported: qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe$"),
+        ('{"model_type": ["qwen2_5_vl"]}', "has model_type .*; supported: qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe$"),
+        ("{}", "has model_type None; supported: qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe$"),
         ("[]", "config.json is damaged .the file contains a list"),
     ],
 )

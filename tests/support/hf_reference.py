@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.config import ModelSettings
-from megatron_rl.models.name_mapping import canonical_name
+from megatron_rl.models.name_mapping import canonical_name, is_expert_tensor
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import TokenSequence
 from megatron_rl_tools.convert import verify
@@ -28,6 +28,13 @@ MODULES = (
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
+
+
+def to_released_form(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a tensor of HF's model in the form of released checkpoints, in which the experts' last two
+    dimensions are swapped.
+    """
+    return tensor.transpose(-1, -2) if tensor is not None and tensor.dim() == 3 and is_expert_tensor(name) else tensor
 
 
 def compute_logits(model: PreTrainedModel, renderer: Renderer, context: TokenSequence) -> torch.Tensor:
@@ -91,7 +98,7 @@ class HfReference:
         With the LoRA adapter of a PEFT folder, only the adapter has gradients.
         """
         self.folder, self.renderer = folder, Renderer(ModelSettings(path=str(folder)))
-        self.model = AutoModelForImageTextToText.from_pretrained(folder)
+        self.model = AutoModelForImageTextToText.from_pretrained(folder, experts_implementation="eager")  # the other one has no float64
         if adapter:
             self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True)
         self.contexts: list[PackItem] = make_example_items(self.renderer)
@@ -106,7 +113,7 @@ class HfReference:
         assert self.rounding_error < 2e-5
         loss.backward()
         self.loss = loss.item()
-        self.gradients = {canonical_name(name): parameter.grad for name, parameter in self.model.named_parameters()}
+        self.gradients = {canonical_name(name): to_released_form(name, parameter.grad) for name, parameter in self.model.named_parameters()}
 
     @property
     def tolerance(self) -> float:

@@ -1,4 +1,4 @@
-"""Writes a small Qwen2.5-VL, Qwen2-VL or Qwen3-VL model as a complete Hugging Face folder.
+"""Writes a small Qwen2.5-VL, Qwen2-VL, Qwen3-VL or Qwen3-VL-MoE model as a Hugging Face folder.
 
 The folder contains the config, weights, tokenizer, processor and chat template, and is created
 atomically.
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     AutoConfig,
@@ -40,13 +41,16 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from megatron_rl.config import TaskSettings, require, require_choice
+from megatron_rl.models.name_mapping import is_expert_tensor
 from megatron_rl.tasks.visual_search.task import VisualSearchTask
 
 SCRIPT_DIR = Path(__file__).parent
+_QWEN3_PROCESSOR = (Qwen3VLProcessor, Qwen3VLVideoProcessor, {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3})
 FAMILIES = {
     "qwen2_5_vl": (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, {}),
     "qwen2_vl": (Qwen2VLProcessor, Qwen2VLVideoProcessor, {}),
-    "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor, {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}),
+    "qwen3_vl": _QWEN3_PROCESSOR,
+    "qwen3_vl_moe": _QWEN3_PROCESSOR,
 }
 """Processor class, video processor class and image processor settings, keyed by model_type."""
 # Qwen2.5's added tokens in the order of its tokenizer.json. SPECIAL_TOKENS are skipped in decoded
@@ -82,6 +86,10 @@ class ModelSizes:
     heads: int = 4
     kv_heads: int = 2
     intermediate: int = 256
+    experts: int = 8
+    """Number of experts in each layer of qwen3_vl_moe, except layer 1, which is dense."""
+    experts_per_token: int = 2
+    expert_intermediate: int = 96
     vision_depth: int = 2
     vision_hidden: int = 64
     vision_heads: int = 2
@@ -212,16 +220,22 @@ def model_config(sizes: ModelSizes, ids: dict[str, int], *, family: str, vocab_s
     pairs = sizes.hidden // sizes.heads // 2
     # Of the 64 rotary pairs of a head, Qwen2.5-VL uses 16 for time, 24 for height and 24 for width.
     # Qwen3-VL uses 24, 20 and 20 pairs, which are interleaved.
-    spatial = 5 * pairs // 16 if family == "qwen3_vl" else 3 * pairs // 8
+    is_qwen3 = family in ("qwen3_vl", "qwen3_vl_moe")
+    spatial = 5 * pairs // 16 if is_qwen3 else 3 * pairs // 8
     rope = {"rope_type": "default", "rope_theta": sizes.rope_theta, "mrope_section": [pairs - 2 * spatial, spatial, spatial]}
-    rope |= {"mrope_interleaved": True} if family == "qwen3_vl" else {}
+    rope |= {"mrope_interleaved": True} if is_qwen3 else {}
     text = {
         "vocab_size": vocab_size, "hidden_size": sizes.hidden, "intermediate_size": sizes.intermediate, "num_hidden_layers": sizes.layers,
         "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "max_position_embeddings": sizes.max_position,
         "rms_norm_eps": sizes.rms_norm_eps, "tie_word_embeddings": sizes.tied, "rope_parameters": rope,
         "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"],
     }  # fmt: skip
-    text |= {"head_dim": 2 * pairs} if family == "qwen3_vl" else {"use_sliding_window": False, "max_window_layers": sizes.layers}
+    text |= {"head_dim": 2 * pairs} if is_qwen3 else {"use_sliding_window": False, "max_window_layers": sizes.layers}
+    if family == "qwen3_vl_moe":
+        text |= {
+            "num_experts": sizes.experts, "num_experts_per_tok": sizes.experts_per_token, "norm_topk_prob": True,
+            "moe_intermediate_size": sizes.expert_intermediate, "mlp_only_layers": [1], "decoder_sparse_step": 1,
+        }  # fmt: skip
     return AutoConfig.for_model(
         family, text_config=text, vision_config=vision_config(sizes, family), tie_word_embeddings=sizes.tied,
         image_token_id=ids["<|image_pad|>"],
@@ -236,7 +250,7 @@ def vision_config(sizes: ModelSizes, family: str) -> dict[str, object]:
     if family == "qwen2_vl":
         return {**shared, "embed_dim": width, "hidden_size": sizes.hidden, "mlp_ratio": 2, "patch_size": 14}
     shared |= {"hidden_size": width, "intermediate_size": 2 * width, "out_hidden_size": sizes.hidden}
-    if family == "qwen3_vl":
+    if family in ("qwen3_vl", "qwen3_vl_moe"):
         stacked = list(range(min(3, sizes.vision_depth)))
         return {**shared, "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": stacked}
     last = [sizes.vision_depth - 1]
@@ -270,7 +284,7 @@ def initialize(model: torch.nn.Module, *, init: str, seed: int, tied: bool) -> N
         elif name.endswith("embed_tokens.weight"):
             normal(parameter, std=1 / math.sqrt(parameter.shape[1]) if tied else 1.0)
         elif parameter.dim() >= 2:
-            normal(parameter, std=1 / math.sqrt(parameter[0].numel()))
+            normal(parameter, std=1 / math.sqrt(parameter.shape[-1] if is_expert_tensor(name) else parameter[0].numel()))
         elif init == "learn":
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
@@ -347,7 +361,23 @@ def write_checkpoint(folder: Path, sizes: ModelSizes, *, family: str, preset: st
     model.generation_config.eos_token_id = [ids["<|im_end|>"], ids["<|endoftext|>"]]
     model.generation_config.pad_token_id = ids["<|endoftext|>"]
     model.save_pretrained(folder)
+    if family == "qwen3_vl_moe":
+        write_released_experts(folder / "model.safetensors")
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def write_released_experts(path: Path) -> None:
+    """Rewrite a file saved by transformers so that experts have the form of released checkpoints.
+
+    transformers 5.19 saves the experts with their last two dimensions swapped, which vLLM cannot
+    load.
+    """
+    tensors = load_file(path)
+    save_file(
+        {name: x.transpose(-1, -2).contiguous() if is_expert_tensor(name) else x for name, x in tensors.items()},
+        path,
+        metadata={"format": "pt"},
+    )
 
 
 def make_checkpoint(
@@ -366,7 +396,7 @@ def make_checkpoint(
     require_choice("--preset", preset, ("nano", "nano_search", "smollm2"))
     require_choice("--init", init, ("learn", "random"))
     require(
-        preset != "smollm2" or family != "qwen3_vl",
+        preset != "smollm2" or family not in ("qwen3_vl", "qwen3_vl_moe"),
         "--family",
         family,
         "not supported with --preset smollm2: SmolLM2 does not normalize queries and keys",

@@ -4,8 +4,9 @@ A source provides the attribute `specs` and the method `read`. `specs` maps each
 used in released checkpoints, to the tensor's dtype and shape. The tensors are listed in the order
 in which they should be read. Constructing a source reads headers only. The constructor raises
 ValueError unless the checkpoint contains exactly the tensors of the model, each of them once and
-with the shape required by config.json. Two deviations are accepted:
+with the shape required by config.json. Three deviations are accepted:
 - Vocabulary rows beyond config.vocab_size are treated as padding and cut off.
+- The last two dimensions of the experts' tensors may be swapped, as transformers 5.19 saves them.
 - A stored copy of tied embeddings must be bitwise equal to the embeddings.
 """
 
@@ -17,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_rl.models.name_mapping import ParamMapping
+from megatron_rl.models.name_mapping import ParamMapping, is_expert_tensor, swap_last_dims
 from megatron_rl.models.vocabulary import check_vocabulary
 
 EMBEDDINGS = "model.embed_tokens.weight"
@@ -140,6 +141,15 @@ def trim_vocabulary(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return tensor if tensor.shape == spec.shape else tensor[: spec.shape[0]]
 
 
+def _released_spec(spec: TensorSpec, name: str, shape: torch.Size) -> TensorSpec:
+    """Return the spec of a stored tensor in the form of released checkpoints.
+
+    transformers 5.19 saves the experts' tensors with their last two dimensions swapped.
+    """
+    is_swapped = is_expert_tensor(name) and spec.shape != shape and swap_last_dims(spec.shape) == shape
+    return TensorSpec(spec.dtype, shape) if is_swapped else spec
+
+
 class HfNamedSource:
     """Source of tensors that are stored under Hugging Face names."""
 
@@ -159,17 +169,21 @@ class HfNamedSource:
         check_names(names, shapes, source=str(stored.folder), target="the model that config.json describes")
         check_rows(stored.specs, shapes, num_token_ids=num_token_ids, where=str(stored.folder))
         self.specs = {
-            name: check_shape(stored.specs[name], name, shape, stored=f"{stored.locate(name)}: {name}") for name, shape in shapes.items()
+            name: check_shape(_released_spec(stored.specs[name], name, shape), name, shape, stored=f"{stored.locate(name)}: {name}")
+            for name, shape in shapes.items()
         }
 
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor with the given name, without vocabulary padding.
 
-        Raises ValueError if a stored copy of tied embeddings differs from the embeddings.
+        Experts have the form of released checkpoints. Raises ValueError if a stored copy of tied
+        embeddings differs from the embeddings.
         """
         tensor = self._stored.read(name)
         if name == EMBEDDINGS and self._has_copy and not torch.equal(tensor, self._stored.read(HEAD)):
             raise ValueError(f"{self._stored.locate(HEAD)}: {HEAD} differs from {EMBEDDINGS}, but config.json specifies tied embeddings")
+        if is_expert_tensor(name):
+            return tensor if tensor.shape == self.specs[name].shape else tensor.transpose(-1, -2).contiguous()
         return trim_vocabulary(tensor, self.specs[name])
 
 

@@ -1,0 +1,105 @@
+"""Qwen3-VL with experts: layers, fields of the config, and the layout and orientation of experts."""
+
+import shutil
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, Qwen3VLMoeForConditionalGeneration
+
+from megatron_rl.config import ParallelSettings
+from megatron_rl.models.decoder import qwen3_layer_mappings
+from megatron_rl.models.hf_config import parse_spec, read_spec
+from megatron_rl.models.known_models import make_released_config
+from megatron_rl.models.name_mapping import AttentionHeads, canonical_name
+from megatron_rl.policy.parallel import check_layout
+from megatron_rl.weights.formats.open_checkpoint import open_source
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
+
+
+def stored_config(**text: object) -> dict:
+    config = deepcopy(make_released_config("30B-A3B", family="qwen3_vl_moe"))
+    config["text_config"] |= {"num_hidden_layers": 6, "num_experts": 4, "num_experts_per_tok": 2, **text}
+    config["vision_config"]["depth"] = 1
+    return config
+
+
+@pytest.mark.parametrize(("step", "dense"), [(1, []), (2, []), (3, [5]), (1, [0, 4])])
+def test_the_sparse_layers_are_those_of_transformers(step: int, dense: list[int]) -> None:
+    """The layers with experts are those of the model that transformers builds from the config."""
+    spec = parse_spec(stored_config(decoder_sparse_step=step, mlp_only_layers=dense), folder="m", key="model.path")
+    with torch.device("meta"):
+        names = Qwen3VLMoeForConditionalGeneration(deepcopy(spec.config)).state_dict().keys()
+    assert [spec.is_sparse(layer) for layer in range(6)] == [
+        f"model.language_model.layers.{layer}.mlp.gate.weight" in names for layer in range(6)
+    ]
+    assert {name for row in spec.param_mappings() for name in row.hf_names} == {canonical_name(name) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ({"num_experts": 0}, "num_experts is 0, not a positive integer"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1, not between 2 and num_experts, 4"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, not between 2 and num_experts, 4"),
+        ({"moe_intermediate_size": -1}, "moe_intermediate_size is -1, not a positive integer"),
+        ({"moe_intermediate_size": 1024}, "moe_intermediate_size is 1024 and hidden_size 2048, .* no clear orientation"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0, not a positive integer"),
+        ({"decoder_sparse_step": 7}, "no layer has experts"),
+        ({"norm_topk_prob": None}, "norm_topk_prob is missing; vLLM requires it"),
+        ({"norm_topk_prob": False}, "text_config.norm_topk_prob is False, supported: True"),
+        ({"num_local_experts": 8}, "text_config.num_experts is 4, but num_local_experts, another name of this field, is 8"),
+        ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size is 64, supported: 0"),
+    ],
+)
+def test_a_config_that_is_not_computed_is_refused(text: dict, said: str) -> None:
+    """Invalid or unsupported settings of the experts are rejected in one line that names the key."""
+    with pytest.raises(ValueError, match=rf"^model.path=m: config.json[^\n]*{said}[^\n]*$"):
+        parse_spec(stored_config(**text), folder="m", key="model.path")
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_a_rank_has_its_columns_of_every_expert(tp: int) -> None:
+    """The shards of fc1 are the rank's columns of gate and of up, cut by hand; converting the shards
+    back restores the tensors.
+    """
+    rows = {row.mcore_name.rpartition(".mlp.")[2]: row for row in qwen3_layer_mappings(0, AttentionHeads(2, 2, 4), is_sparse=True)}
+    gate, up, down = torch.randn(5, 4, 6), torch.randn(5, 4, 6), torch.randn(5, 6, 4)
+    fc1, fc2, gate_up = rows["experts.linear_fc1"], rows["experts.linear_fc2"], torch.cat((gate, up), -1)
+    ones, twos = ([row.to_mcore((tensor,), rank, tp) for rank in range(tp)] for row, tensor in ((fc1, gate_up), (fc2, down)))
+    for rank in range(tp):
+        columns = slice(rank * 6 // tp, (rank + 1) * 6 // tp)
+        assert torch.equal(ones[rank], torch.stack((gate[..., columns], up[..., columns]), 2))
+        assert torch.equal(twos[rank], down[:, columns])
+    assert torch.equal(fc1.to_hf(ones)[0], gate_up) and torch.equal(fc2.to_hf(twos)[0], down)
+    assert not rows.keys() & {"linear_fc1.weight", "linear_fc2.weight"} and rows["router.weight"].shard_dim is None
+
+
+def test_both_orientations_are_read(tmp_path: Path) -> None:
+    """A folder saved by transformers, which swaps the last two dimensions of experts, is read as the
+    released form; other shapes are rejected.
+    """
+    make_checkpoint(tmp_path / "released", family="qwen3_vl_moe", layers=2)
+    spec = read_spec(tmp_path / "released")
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "released", dtype=torch.float32).save_pretrained(tmp_path / "saved")
+    shutil.copy(tmp_path / "released" / "tokenizer.json", tmp_path / "saved")
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("released", "saved")]
+    name = "model.language_model.layers.0.mlp.experts.down_proj"
+    assert torch.equal(files[0][name], files[1][name].transpose(1, 2)) and files[0][name].shape == (8, 96, 128)
+    one, other = (open_source(tmp_path / name, spec, key="model.path") for name in ("released", "saved"))
+    assert one.specs == other.specs and all(torch.equal(one.read(name), other.read(name)) for name in one.specs)
+    save_file({**files[0], name: files[0][name][:, :-1].contiguous()}, tmp_path / "saved" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"experts.down_proj has the shape \[8, 95, 128\], but config.json requires \[8, 96, 128\]"):
+        open_source(tmp_path / "saved", spec, key="model.path")
+
+
+def test_layouts_that_would_compute_otherwise_are_refused() -> None:
+    """Tensor parallelism requires sequence parallelism and a divisor of the experts' size."""
+    spec = parse_spec(stored_config(moe_intermediate_size=770), folder="m", key="model.path")
+    check_layout(ParallelSettings(tp=2, sequence_parallel=True), spec, 2)
+    with pytest.raises(ValueError, match=r"^parallel.tp=2: needs parallel.sequence_parallel=true, because the model has experts$"):
+        check_layout(ParallelSettings(tp=2), spec, 2)
+    with pytest.raises(ValueError, match=r"^parallel.tp=4: does not divide the model's 770 rows of each expert \(moe_intermediate_size\)"):
+        check_layout(ParallelSettings(tp=4, sequence_parallel=True), spec, 4)
