@@ -1,5 +1,5 @@
 """Short runs of Qwen2-VL (two ranks with half of the model and of a padded vocabulary each) and of
-Qwen3-VL (one rank), with real engines and real weight updates.
+Qwen3-VL, dense and with experts (one rank), with real engines and real weight updates.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,10 @@ from tests.conftest import SUPPORT
 from tests.support.indivisible_vocabulary import add_tokens
 
 
-@pytest.mark.parametrize(("family", "ranks"), [("qwen2_vl", 2), ("qwen3_vl", 1)])
+CASES = [("qwen2_vl", 2), ("qwen3_vl", 1), ("qwen3_vl_moe", 1), pytest.param("qwen3_vl_moe", 2, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize(("family", "ranks"), CASES)
 def test_a_run_of_two_steps(family: str, ranks: int, torchrun: Callable[..., str], tmp_path: Path) -> None:
     """After the first update, which changes the policy by a large amount, the engine's logprobs
     still match the trainer's within 1e-4. The final folder loads in transformers without missing

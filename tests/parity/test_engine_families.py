@@ -1,8 +1,9 @@
-"""Engines of Qwen2-VL and Qwen3-VL receive weights as the policy sends them.
+"""Engines of Qwen2-VL and of Qwen3-VL, dense and with experts, receive weights as the policy sends them.
 
 Their logprobs are compared with Hugging Face's.
 """
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,19 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.rollout.vllm.weight_receiver import to_hf_name
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.support.engine_logprob_oracle import LOGPROB_BOUND, generate_all, max_logprob_diff, open_engine
+from tests.support.hf_reference import to_released_form
 from tests.support.packed_example import make_picture, make_prompts, user_message
 
+EXPERTS = "model.language_model.layers.2.mlp."
+SPOILED = {"qwen3_vl_moe": [f"{EXPERTS}experts.gate_up_proj", f"{EXPERTS}experts.down_proj", f"{EXPERTS}gate.weight"]}
+"""Starts of the names of tensors in which a bit is flipped, if not the merger's."""
 SQUARE = torch.tensor([[1, 4, 4]])
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_the_engine_serves_what_it_was_sent(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logprobs equal HF's for text, images of two sizes, and a second turn with another image.
 
@@ -30,7 +36,7 @@ def test_the_engine_serves_what_it_was_sent(family: str, tmp_path: Path, monkeyp
     make_checkpoint(tmp_path / "model", family=family, init="random", seed=1, vision_depth=4)
     renderer = Renderer(ModelSettings(path=str(tmp_path / "model")))
     hf = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
-    sent = {canonical_name(name): tensor for name, tensor in hf.state_dict().items()}
+    sent = {canonical_name(name): to_released_form(name, tensor) for name, tensor in hf.state_dict().items()}
     assert sent.keys() == {name for row in read_spec(tmp_path / "model").param_mappings() for name in row.hf_names}
     with open_engine(tmp_path / "model", renderer, reads_weights=False) as engine:
         engine.load_weights(iter(sent.items()), version=1)
@@ -50,13 +56,15 @@ def test_the_engine_serves_what_it_was_sent(family: str, tmp_path: Path, monkeyp
         (seen,) = runner.get_model().embed_multimodal(pixel_values=torch.zeros(16, spec.vision.patch_dim), image_grid_thw=SQUARE)
         assert seen.shape == (4, (1 + spec.vision.num_deepstack_layers) * spec.vision.out_hidden_size)
         weights = engine._core.weights
-        deliver, spoiled = weights.load_bucket, "model.visual.merger"
+        deliver = weights.load_bucket
 
-        def flips_a_bit(bucket: list[tuple[str, torch.Tensor]]) -> None:
+        def flips_a_bit(bucket: list[tuple[str, torch.Tensor]], *, spoiled: str) -> None:
             deliver(bucket)
-            name = next(name for name in weights._locations if name.startswith(spoiled.removeprefix("model.")))
-            weights._locations[name].slices[0].memory.view(torch.int32).flatten()[-1].bitwise_xor_(1)
+            name = next(name for name in weights._locations if to_hf_name(name).startswith(spoiled))
+            memory = weights._locations[name].slices[-1].memory
+            memory[(-1,) * memory.dim()].view(torch.int32).bitwise_xor_(1)
 
-        monkeypatch.setattr(weights, "load_bucket", flips_a_bit)
-        with pytest.raises(RuntimeError, match=rf"differ from the sent weights: {spoiled}"):
-            engine.load_weights(iter(sent.items()), version=2)
+        for version, spoiled in enumerate(SPOILED.get(family, ["model.visual.merger"]), start=2):
+            monkeypatch.setattr(weights, "load_bucket", partial(flips_a_bit, spoiled=spoiled))
+            with pytest.raises(RuntimeError, match=rf"differ from the sent weights: {spoiled}[^,]*$"):
+                engine.load_weights(iter(sent.items()), version=version)

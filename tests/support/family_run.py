@@ -20,14 +20,15 @@ from megatron_rl.config import (
 )
 from megatron_rl.config.task_options import EZPointsOptions
 from megatron_rl.entrypoints.train import run
+from megatron_rl.models.hf_config import read_spec
 from megatron_rl.registry import Plugins
 
 if __name__ == "__main__":
-    model, folder = sys.argv[1:]
+    model, folder, size = *sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1"))
     run(
         Settings(
             model=ModelSettings(path=model, min_pixels=12000, max_pixels=17000),
-            parallel=ParallelSettings(tp=int(os.environ.get("WORLD_SIZE", "1"))),
+            parallel=ParallelSettings(tp=size, sequence_parallel=size > 1 and read_spec(model).experts is not None),
             engine=EngineSettings(kv_cache_mib=32, max_model_len=512),
             algo=AlgoSettings(entropy_coef=0.1),
             optim=OptimSettings(lr=1e-2),

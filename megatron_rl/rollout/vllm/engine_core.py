@@ -151,7 +151,8 @@ def device_arguments(settings: EngineSettings, *, cuda: bool) -> dict[str, objec
     """
     launcher = {"tensor_parallel_size": settings.tp, "distributed_executor_backend": "external_launcher"}
     if cuda:
-        return {"gpu_memory_utilization": settings.gpu_memory_utilization, "enable_sleep_mode": True, **launcher}
+        experts = {"moe_backend": "triton"}  # other backends reorder the experts, see expert_weights.py
+        return {"gpu_memory_utilization": settings.gpu_memory_utilization, "enable_sleep_mode": True, **experts, **launcher}
     host = {"kv_cache_memory_bytes": settings.kv_cache_mib << 20, "block_size": 32, "enforce_eager": True, "async_scheduling": False}
     return host | (launcher if settings.tp > 1 else {})
 

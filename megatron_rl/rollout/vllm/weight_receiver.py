@@ -49,8 +49,11 @@ def disable_weight_packing() -> None:
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils
 
+    from megatron_rl.rollout.vllm.expert_weights import use_unpacked_experts
+
     _custom_ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *_: False
+    use_unpacked_experts()
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -126,11 +129,16 @@ def _module_locations(prefix: str, module: nn.Module, kind: str, param: torch.Te
     keyed by engine name; for a fused parameter such as qkv_proj, the keys are the unfused names
     (q_proj, k_proj and v_proj).
     """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+    from megatron_rl.rollout.vllm.expert_weights import expert_locations
+
     name = f"{prefix}.{kind}"
     assert param.numel(), f"{name} was replaced by a packed copy: disable_weight_packing must run before the engine is built"
+    if isinstance(module, RoutedExperts):
+        return expert_locations(prefix, module, kind, param)
     if isinstance(module, QKVParallelLinear):
         assert module.num_kv_head_replicas == 1, f"{name}: replicated key/value heads are not supported"
         sizes = [module.num_heads * module.head_size, module.num_kv_heads * module.head_size, module.num_kv_heads * module.head_size]
