@@ -39,6 +39,7 @@ from megatron_rl.distributed.world import all_gather_object, connect, expand_seg
 from megatron_rl.memory_plan.gpu_specs import GPU_SPECS
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.name_mapping import is_expert_tensor
 from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import build_layout, check_layout
 from megatron_rl.policy.policy import Policy
@@ -75,21 +76,23 @@ def words(plain: list[int], num: int, generator: torch.Generator) -> list[int]:
     return [plain[choice] for choice in torch.randint(len(plain), (num,), generator=generator).tolist()]
 
 
-def count_parameters(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Return the number of parameters that are factors of matrix products, for each model part.
+def count_parameters(weights: Iterable[tuple[str, torch.Tensor]], *, used_experts: float = 1.0) -> dict[str, float]:
+    """Return the number of parameters that are factors of a token's matrix products, for each part.
 
-    The embedding is a lookup; its size is counted once, as that of the output layer.
+    The embedding is a lookup; its size is counted once, as that of the output layer. Of the
+    experts' parameters, the fraction `used_experts` is counted.
     """
-    sizes = {"decoder": 0, "output": 0, "vision": 0}
+    sizes: dict[str, float] = {"decoder": 0, "output": 0, "vision": 0}
     for name, tensor in weights:
         if name == "model.embed_tokens.weight":
             sizes["output"] = tensor.numel()
         elif name != "lm_head.weight":
-            sizes["vision" if name.startswith("visual.") else "decoder"] += tensor.numel()
+            used = used_experts if is_expert_tensor(name) else 1
+            sizes["vision" if name.startswith("visual.") else "decoder"] += used * tensor.numel()
     return sizes
 
 
-def flops(parameters: dict[str, int], batches: list[MicroBatch], model: ModelSpec, *, has_adapters: bool) -> float:
+def flops(parameters: dict[str, float], batches: list[MicroBatch], model: ModelSpec, *, has_adapters: bool) -> float:
     """Return the FLOPs of one update over these micro-batches, forward and backward."""
     of_language, of_vision = (4, 2) if has_adapters else (6, 6)
     tokens = sum(batch.num_tokens for batch in batches)
@@ -152,7 +155,8 @@ def main() -> None:
         ),
         special_tokens=SpecialTokens(image_token_id=model.image_token_id, banned_ids=[model.image_token_id, model.video_token_id]),
     )  # fmt: skip
-    sizes = count_parameters(policy.hf_weights())
+    experts = policy.spec.experts
+    sizes = count_parameters(policy.hf_weights(), used_experts=experts.top_k / experts.num_experts if experts else 1.0)
     work = pieces(model, contexts=given.sequences, text=given.text, side=given.image, group=given.group, unshared=given.unshared)
 
     def update() -> list[MicroBatch]:

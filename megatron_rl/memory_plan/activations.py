@@ -28,6 +28,8 @@ VALUES_PER_LOGIT = 2
 
 They are the logit and its gradient, in the model's dtype.
 """
+ROUTING_BYTES = 12
+"""Bytes that autograd saves for each token and expert of a router: masks, weights and scores."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -92,6 +94,8 @@ def compute_activation_memory(
     # Layers that are recomputed come first, so their backward pass runs when all others have
     # released what they saved.
     working = num_tokens * layer_working
+    if not lora.rank and "language" not in frozen:
+        working += expert_gradient_bytes(model, parallel, itemsize=itemsize)
     if parallel.recompute in ("selective", "full"):
         working = max(working * (layers > recomputed), working + num_tokens * layer_again - stored * bool(recomputed))
     if stage == 0:
@@ -139,18 +143,71 @@ def _decoder_bytes(
     layer = decoder_layer_bytes(model, parallel, itemsize=itemsize, lora=lora)
     most = layer + max(0, keys - query - 3 * key)
     gathered = 2 * model.hidden_size * itemsize if parallel.sequence_parallel else 0
-    intermediate = model.ffn_size * itemsize / parallel.tp
+    saved_by_mlp, working_of_mlp = _mlp_bytes(model, parallel, itemsize=itemsize)
     # Gradients of gathered keys and values exist for each query head before they are added up, if
     # heads share keys. The MLP and its norm have released what they saved by then.
     expanded = keys * model.num_heads / model.num_kv_heads if model.num_heads > model.num_kv_heads else 0
     workspace = flash_workspace_bytes(model.num_heads / parallel.tp, model.head_dim) + expanded
-    released = 3 * intermediate + 2 * hidden
+    released = saved_by_mlp + 2 * hidden
     # Temporary gradients in the MLP or in attention. In attention, these are the gradients of the
     # gathered keys and values and of their sources.
     attention = 2 * query + keys + 2 * key + max(0, workspace - released)
-    working = max(2 * intermediate, attention) + 2 * hidden + gathered
+    working = max(working_of_mlp, attention) + 2 * hidden + gathered
     saved = layer if parallel.recompute == "selective" else most
     return saved, working, query + keys if parallel.recompute == "selective" else most
+
+
+def _mlp_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int) -> tuple[float, float]:
+    """Return the bytes per token that an MLP saves, and those of the gradients in its backward.
+
+    A dense MLP saves the fused projection (2 F values) and the output of the activation function
+    (F values). If some layers have experts and others do not, the larger numbers are returned.
+    """
+    columns = model.ffn_size / parallel.tp
+    dense = (3 * columns * itemsize, 2 * columns * itemsize)
+    if model.experts is None:
+        return dense
+    sparse = (_expert_saved_bytes(model, parallel, itemsize=itemsize), _expert_working_bytes(model, parallel, itemsize=itemsize))
+    found = [sparse if is_sparse else dense for is_sparse in set(model.experts.sparse_layers)]
+    return max(saved for saved, _ in found), max(working for _, working in found)
+
+
+def _expert_saved_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int) -> float:
+    """Return the bytes per token that autograd saves in a router and its experts.
+
+    Each token has K rows, one per expert. A row consists of the input (H values, which are not
+    divided by tp), the fused projection (2 F), the output of the activation function and its
+    product with the router's weight (F each), and two indices. The router saves its input in fp32,
+    which in fp32 is the norm's output, and a few numbers per expert.
+    """
+    experts, hidden = model.experts, model.hidden_size
+    assert experts is not None
+    row = (hidden + 4 * experts.ffn_size / parallel.tp) * itemsize + 2 * torch.int64.itemsize + torch.float32.itemsize
+    router = hidden * (torch.float32.itemsize - itemsize) / (parallel.tp if parallel.sequence_parallel else 1)
+    return experts.top_k * row + max(router, 0) + ROUTING_BYTES * experts.num_experts
+
+
+def _expert_working_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int) -> float:
+    """Return the bytes per token of the gradients in the backward pass of the experts.
+
+    For each row, these are the gradients of its output and input (H values each), of the fused
+    projection (2 F), and of the product with the router's weight, in fp32 as well.
+    """
+    experts, hidden = model.experts, model.hidden_size
+    assert experts is not None
+    columns = experts.ffn_size / parallel.tp
+    exchanged = 2 * hidden * torch.float32.itemsize if parallel.tp > 1 else 0
+    return experts.top_k * ((2 * hidden + 4 * columns) * itemsize + 2 * columns * torch.float32.itemsize) + exchanged
+
+
+def expert_gradient_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int) -> int:
+    """Return the bytes of the largest gradient in a layer with experts, that of linear_fc1.
+
+    It exists until it has been added to the gradient buffer; that of linear_fc2 was added before.
+    """
+    if model.experts is None:
+        return 0
+    return 2 * model.experts.num_experts * model.hidden_size * model.experts.ffn_size // parallel.tp * itemsize
 
 
 def flash_workspace_bytes(num_heads: float, head_dim: int) -> float:
@@ -170,20 +227,19 @@ def decoder_layer_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsiz
 
     Each norm saves its input, its output and an fp32 statistic. Attention saves the fused
     projection (A + 2 K values), the rotated queries (A values), the rotated keys (K values), the
-    result (A values) and the softmax statistics. All layers share the sines and cosines. The MLP
-    saves the fused projection (2 F values) and the output of the activation function (F values).
-    Flash attention does not store attention scores, so selective recomputation would only avoid
-    saving the softmax statistics. Query and key norms save the same tensors as other norms, with A
-    and K values and one statistic per head.
+    result (A values) and the softmax statistics. All layers share the sines and cosines. The bytes
+    of the MLP are those of `_mlp_bytes`. Flash attention does not store attention scores, so
+    selective recomputation would only avoid saving the softmax statistics. Query and key norms save
+    the same tensors as other norms, with A and K values and one statistic per head.
     """
     tp, dim = parallel.tp, model.head_dim
-    query, key, inner = model.num_heads * dim / tp, model.num_kv_heads * dim / tp, model.ffn_size / tp
+    query, key = model.num_heads * dim / tp, model.num_kv_heads * dim / tp
     norms = 2 * (2 * model.hidden_size * itemsize + 4) / (tp if parallel.sequence_parallel else 1)
     attention = (3 * query + 3 * key) * itemsize + 4 * model.num_heads / tp
     if model.family.has_qk_norm:
         norms += 2 * (query + key) * itemsize + 4 * (model.num_heads + model.num_kv_heads) / tp
     adapters = lora.rank * 7 * itemsize
-    return norms + attention + 3 * inner * itemsize + adapters
+    return norms + attention + _mlp_bytes(model, parallel, itemsize=itemsize)[0] + adapters
 
 
 def vision_tower_bytes(

@@ -146,9 +146,13 @@ def peak_values_per_token(model: ModelSpec, *, tp: int) -> float:
     """Return the peak number of values per token in a decoder layer.
 
     The values are four vectors of the hidden size (hidden state, residual, normalized input and
-    output), the MLP's fused projection, and the MLP's product.
+    output), the MLP's fused projection, and the MLP's product. Experts have a row for each expert
+    of a token: the fused projection or the output, which share memory, and the product (vllm
+    0.32.0, fused_moe/fused_moe.py).
     """
-    return 4 * model.hidden_size + 3 * model.ffn_size / tp
+    experts = model.experts
+    rows = experts.top_k * (max(2 * experts.ffn_size / tp, model.hidden_size) + experts.ffn_size / tp) if experts else 0
+    return 4 * model.hidden_size + max(3 * model.ffn_size / tp, rows)
 
 
 def peak_values_per_patch(model: ModelSpec, *, tp: int) -> float:

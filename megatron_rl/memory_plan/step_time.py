@@ -28,6 +28,7 @@ from megatron_rl.memory_plan.step_time_constants import (
 )
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.name_mapping import is_expert_tensor
 
 GRADIENT_BYTES, PARAMETER_BYTES = 4, 2
 """Bytes that a data-parallel rank sends per trained parameter.
@@ -56,12 +57,16 @@ Attention and MLP each need an all-gather before them and a reduce-scatter after
 class ParamCounts:
     """Parameter counts of a model, taken from the shapes of its tensors."""
 
-    language: int
-    """Number of language-model parameters that are used in the matrix products for each token."""
+    language: float
+    """Number of language-model parameters that are used in the matrix products for each token. Of
+    the experts, these are top_k of num_experts.
+    """
     vision: int
     """Number of vision-tower parameters that are used in the matrix products for each patch."""
     total: int
     num_tensors: int
+    experts: int = 0
+    """Number of parameters of all experts."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -165,9 +170,13 @@ def count_params(model: ModelSpec) -> ParamCounts:
     An untied input embedding is a lookup and is not included in `language`.
     """
     counts = {name: math.prod(shape) for name, shape in model.shapes().items()}
+    num_experts = sum(count for name, count in counts.items() if is_expert_tensor(name))
+    unused = num_experts * (1 - model.experts.top_k / model.experts.num_experts) if model.experts else 0
     vision, total = sum(count for name, count in counts.items() if name.startswith("visual.")), sum(counts.values())
     looked_up = 0 if model.tie_word_embeddings else counts["model.embed_tokens.weight"]
-    return ParamCounts(language=total - vision - looked_up, vision=vision, total=total, num_tensors=len(counts))
+    return ParamCounts(
+        language=total - vision - looked_up - unused, vision=vision, total=total, num_tensors=len(counts), experts=num_experts
+    )
 
 
 def rollout_seconds(inputs: StepTimeInputs) -> dict[str, float]:
@@ -204,11 +213,25 @@ def decode_step_seconds(inputs: StepTimeInputs, *, num_running: float) -> float:
     language = inputs.param_counts.language
     token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * inputs.engine_itemsize
     length = inputs.episode.total_tokens - inputs.episode.sampled_tokens / 2
-    reading = (language * inputs.engine_itemsize + num_running * length * token) / tp / (inputs.gpu.hbm_bytes_per_s * speeds.memory_share)
+    read_bytes = num_read_params(inputs, num_running) * inputs.engine_itemsize + num_running * length * token
+    reading = read_bytes / tp / (inputs.gpu.hbm_bytes_per_s * speeds.memory_share)
     arithmetic = 2 * language * num_running / tp / (inputs.gpu.flops_per_s * speeds.prefill_share)
     row = num_running * model.hidden_size * inputs.engine_itemsize
     sums = 2 * model.num_layers * (speeds.launch_s + 2 * (tp - 1) / tp * row / inputs.link_bytes_per_s) if tp > 1 else 0.0
     return speeds.decode_floor_s + max(reading, arithmetic) + sums
+
+
+def num_read_params(inputs: StepTimeInputs, num_tokens: float) -> float:
+    """Return the number of language-model parameters that a decoding step reads.
+
+    Of the experts, these are the ones chosen by at least one of `num_tokens` tokens, if each token
+    chooses its experts uniformly.
+    """
+    counts, experts = inputs.param_counts, inputs.model.experts
+    if experts is None:
+        return counts.language
+    of_a_token = experts.top_k / experts.num_experts
+    return counts.language + counts.experts * (1 - (1 - of_a_token) ** num_tokens - of_a_token)
 
 
 def prefill_seconds(inputs: StepTimeInputs) -> float:

@@ -20,10 +20,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
-from torch.nn.functional import grouped_mm, linear, silu
+from torch.nn.functional import grouped_mm, linear
 
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.policy.fused import fused_swiglu
+from megatron_rl.policy.fused import swiglu
 
 
 class GroupedExperts(nn.Module):
@@ -49,12 +49,7 @@ class GroupedExperts(nn.Module):
             weight_M: Weight of each row, computed by the router.
         """
         end_E = tokens_per_expert.to(x_MH.device).cumsum(0).to(torch.int32)
-        inner = grouped_mm(x_MH, self.linear_fc1.flatten(2), offs=end_E)
-        if inner.is_cuda:
-            inner = fused_swiglu(inner)
-        else:
-            gate, up = inner.chunk(2, -1)
-            inner = silu(gate) * up
+        inner = swiglu(grouped_mm(x_MH, self.linear_fc1.flatten(2), offs=end_E))
         return grouped_mm((inner * weight_M[:, None]).to(x_MH.dtype), self.linear_fc2, offs=end_E), None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
@@ -73,7 +68,7 @@ class Router(TopKRouter):
     transformer/moe/moe_utils.py, RouterGatingLinearFunction).
     """
 
-    def gating(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (Megatron's name)
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Return the fp32 logits of all experts."""
         return linear(input.float(), self.weight.float())
 

@@ -119,6 +119,14 @@ def fused_swiglu(x: torch.Tensor) -> torch.Tensor:
     return _SwiGLU.apply(x)
 
 
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up [..., F], where gate and up are the halves of x [..., 2F]."""
+    if x.is_cuda:
+        return fused_swiglu(x)
+    gate, up = x.chunk(2, -1)
+    return silu(gate) * up
+
+
 class _SwiGLU(torch.autograd.Function):
     """Megatron's SwiGLUFunction (megatron-core 0.16.1) with another backward pass."""
 

@@ -151,6 +151,8 @@ def test_what_mfu_counts(random_model: Path) -> None:
         assert counted == expected + attention
     named = {"model.embed_tokens.weight": 2, "lm_head.weight": 2, "model.norm.weight": 3, "visual.merger.weight": 4}
     assert mfu.count_parameters((name, torch.ones(size)) for name, size in named.items()) == {"decoder": 3, "output": 2, "vision": 4}
+    named["model.layers.0.mlp.experts.down_proj"] = 8
+    assert mfu.count_parameters(((name, torch.ones(size)) for name, size in named.items()), used_experts=0.25)["decoder"] == 3 + 2
 
 
 @pytest.mark.long

@@ -69,7 +69,8 @@ def small(num_layers: int) -> ModelSpec:
 
 
 def other(family: str, num_layers: int) -> ModelSpec:
-    """Return the same model for another family. Qwen3-VL's has two DeepStack layers."""
+    """Return the same model for another family. Qwen3-VL's has two DeepStack layers; with experts, a
+    token has two of eight."""
     text = {
         "hidden_size": HIDDEN, "intermediate_size": 1280, "num_hidden_layers": num_layers, "vocab_size": 512, "num_attention_heads": 4,
         "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2,
@@ -81,11 +82,14 @@ def other(family: str, num_layers: int) -> ModelSpec:
         text["head_dim"], rope = 64, {**rope, "mrope_section": [12, 10, 10], "mrope_interleaved": True}
         vision = {"depth": 3, "hidden_size": VISION, "out_hidden_size": HIDDEN, "num_heads": 4, "intermediate_size": 600, "patch_size": 14}
         vision["deepstack_visual_indexes"] = [0, 1]
+    if family == "qwen3_vl_moe":
+        text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 320, "norm_topk_prob": True}
     stored = {"model_type": family, "text_config": {**text, "rope_parameters": rope}, "vision_config": vision}
     return parse_spec(stored, folder="other", key="model.path")
 
 
-MADE = {"qwen2_5_vl": small, "qwen2_vl": partial(other, "qwen2_vl"), "qwen3_vl": partial(other, "qwen3_vl")}
+MADE = {"qwen2_5_vl": small, "qwen2_vl": partial(other, "qwen2_vl"), "qwen3_vl": partial(other, "qwen3_vl"),
+        "qwen3_vl_moe": partial(other, "qwen3_vl_moe")}  # fmt: skip
 
 
 def build(
@@ -167,7 +171,9 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
-@pytest.mark.parametrize(("family", "head_dim"), [("qwen2_5_vl", HIDDEN // 4), ("qwen2_5_vl", 96), ("qwen3_vl", HIDDEN // 4)])
+@pytest.mark.parametrize(
+    ("family", "head_dim"), [("qwen2_5_vl", HIDDEN // 4), ("qwen2_5_vl", 96), ("qwen3_vl", HIDDEN // 4), ("qwen3_vl_moe", HIDDEN // 4)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_decoder_layer_keeps_what_the_formula_says(world: None, dtype: torch.dtype, family: str, head_dim: int) -> None:
     """A decoder layer saves the planned bytes per token.

@@ -29,6 +29,7 @@ from megatron_rl.memory_plan.step_time import (
     decode_step_seconds,
     gradient_bytes,
     gradient_link_bytes_per_s,
+    num_read_params,
     num_trained_tokens,
     optimizer_seconds,
     rollout_seconds,
@@ -303,6 +304,23 @@ def test_a_micro_batch_of_7b_on_four_l40s() -> None:
     language = case.param_counts.language
     assert tensor_parallel_bytes(case, 28_672) / case.link_bytes_per_s == pytest.approx(3.8, rel=0.02)
     assert 28_672 * 8 * language / (4 * 362e12 * 0.40) == pytest.approx(2.9, rel=0.05)
+
+
+def test_experts_are_counted_as_they_are_used() -> None:
+    """Qwen3-VL-30B-A3B: a token computes with 8 of 128 experts of 48 layers, 3 x 2048 x 768 parameters
+    each. A decoding step reads them once for one sequence, and all experts for very many.
+    """
+    model = load_known_spec("Qwen/Qwen3-VL-30B-A3B-Instruct")
+    counts, experts = count_params(model), 48 * 128 * 3 * 2048 * 768
+    rest = 31_070_754_032 - counts.vision - 151936 * 2048 - experts
+    assert counts.experts == experts and counts.language == rest + experts * 8 / 128 == pytest.approx(3.03e9, rel=0.01)
+    settings = Settings(model=ModelSettings(path=SEVEN, dtype="bfloat16"), run=RunSettings(dir="there"), plan=PlanSettings(gpu="h100"))
+    case = StepTimeInputs(
+        model=model, param_counts=counts, settings=settings, world_size=8, cache_tokens=1, num_trained_params=1, speeds=DEFAULT_CONSTANTS
+    )
+    assert num_read_params(case, 1) == pytest.approx(counts.language)
+    assert num_read_params(case, 2) == pytest.approx(rest + experts * (1 - (120 / 128) ** 2))
+    assert num_read_params(case, 10_000) == pytest.approx(rest + experts)
 
 
 def test_every_constant_says_where_it_comes_from() -> None:

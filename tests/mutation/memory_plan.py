@@ -73,4 +73,25 @@ MUTANTS = (
         "+ 2 * key",
         "-p tests.support.cuda.session tests/cuda/emulated/test_memory.py -k shared",
     ),
+    Mutant(
+        "a token computes with all experts",
+        "megatron_rl/memory_plan/step_time.py",
+        "language=total - vision - looked_up - unused,",
+        "language=total - vision - looked_up,",
+        "tests/memory_plan/test_step_time.py -k experts",
+    ),
+    Mutant(
+        "a decoding step reads the experts of one token",
+        "megatron_rl/memory_plan/step_time.py",
+        "(1 - (1 - of_a_token) ** num_tokens - of_a_token)",
+        "0",
+        "tests/memory_plan/test_step_time.py -k experts",
+    ),
+    Mutant(
+        "an expert saves one row for a token",
+        "megatron_rl/memory_plan/activations.py",
+        "    return experts.top_k * row + max",
+        "    return row + max",
+        "tests/memory_plan/test_activations.py -k decoder_layer_keeps",
+    ),
 )

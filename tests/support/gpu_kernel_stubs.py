@@ -13,7 +13,7 @@ from megatron.core.fusions import fused_bias_swiglu
 from torch._decomp.decompositions import _fused_rms_norm, _fused_rms_norm_backward
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_rl.policy import attention, fused, logprobs, transformer, vision
+from megatron_rl.policy import attention, experts, fused, logprobs, transformer, vision
 from megatron_rl.policy.attention import VarlenInputs
 from tests.policy.test_attention import bottom_right
 
@@ -104,6 +104,7 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "fused_rms_norm", FusedNorm.apply)
     for module in (attention, vision):
         monkeypatch.setattr(module, "rotate", Rotation.apply)
+    monkeypatch.setattr(experts, "swiglu", fused.fused_swiglu)
     monkeypatch.setattr(vision, "gated_mlp", fused.fused_gated_mlp)
     monkeypatch.setattr(logprobs, "_EAGER", tuple(map(run_unwatched, logprobs._EAGER)))
     monkeypatch.setattr(transformer, "fuses_activation", lambda: True)
