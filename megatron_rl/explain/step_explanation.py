@@ -201,7 +201,7 @@ def _parallel_settings(request: ExplainRequest, settings: ReplaySettings, spec: 
     run, given = settings.parallel, dict(request.parallel_sizes)
     parallel = ParallelSettings(
         tp=given.get("tp", run.tp), pp=given.get("pp", run.pp), vpp=given.get("vpp", run.vpp),
-        sequence_parallel=run.sequence_parallel and given.get("tp", run.tp) > 1,
+        sequence_parallel=(run.sequence_parallel or spec.experts is not None) and given.get("tp", run.tp) > 1,
     )  # fmt: skip
     if world.size == 1 and not given:
         return None

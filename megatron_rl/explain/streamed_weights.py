@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.name_mapping import canonical_name
+from megatron_rl.models.name_mapping import canonical_name, to_transformers_form
 from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 
@@ -39,7 +39,7 @@ class StreamedModel:
                 self._stream_module(module, own)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor as float32 on the device."""
+        """Return a tensor as float32 on the device, in the form of released checkpoints."""
         if name in self._overrides:
             return self._overrides[name].read(name).to(self._device, torch.float32)
         if name in self._cached:
@@ -68,7 +68,7 @@ class StreamedModel:
 
         def come(module: nn.Module, _: tuple) -> None:
             for key, (name, _blank) in own.items():
-                setattr(module, key, nn.Parameter(self.get_tensor(name), requires_grad=False))
+                setattr(module, key, nn.Parameter(to_transformers_form(name, self.get_tensor(name)), requires_grad=False))
 
         def go(module: nn.Module, _: tuple, __: object) -> None:
             for key, (_name, blank) in own.items():

@@ -98,7 +98,7 @@ def _qwen3_vl(size: str, sizes: dict[str, int]) -> dict[str, object]:
 
 
 def _qwen3_vl_moe(size: str, sizes: dict[str, int]) -> dict[str, object]:
-    """Return the config of the dense model with these sizes and fields for experts in every layer."""
+    """Return the config of a dense model of these sizes, with fields for experts in every layer."""
     config = _qwen3_vl(size, sizes)
     text, vision = cast("dict[str, object]", config["text_config"]), cast("dict[str, object]", config["vision_config"])
     experts = {

@@ -81,6 +81,12 @@ class VisionSpec:
         return self.spatial_merge_size**2
 
 
+EXPERT_MULTIPLE = 8
+"""Number of which the sizes of an expert on each rank must be multiples: torch's grouped matrix
+product (2.13) requires rows of a multiple of 16 bytes, 8 values in bfloat16.
+"""
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ExpertSpec:
     """Sizes of the experts of a mixture-of-experts language model."""

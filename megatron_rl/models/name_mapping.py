@@ -101,6 +101,8 @@ class ParamMapping:
         """
         if self.fuse is None:
             return tensors
+        if len(tensors) == 1:  # a view of one tensor
+            return (self.fuse(tensors),)
         step = 1 + max(map(len, tensors))  # leaves a gap between the numbers of two tensors
         numbers = tuple(torch.arange(first * step, first * step + len(tensor)) for first, tensor in enumerate(tensors))
         order = self.to_mcore(numbers, 0, 1)
@@ -200,6 +202,14 @@ def is_expert_tensor(name: str) -> bool:
 def swap_last_dims(shape: torch.Size) -> torch.Size:
     """Return a shape with its last two dimensions swapped."""
     return torch.Size((*shape[:-2], shape[-1], shape[-2]))
+
+
+def to_transformers_form(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a released checkpoint as transformers' model stores it in memory.
+
+    transformers 5.19 swaps the last two dimensions of experts. The result is a view.
+    """
+    return tensor.transpose(-1, -2) if is_expert_tensor(name) else tensor
 
 
 PEFT_PREFIX = "base_model.model."

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeVisionModel
 
 from megatron_rl.models.config_fields import QWEN3_MOE_TEXT
-from megatron_rl.models.model_spec import ExpertSpec
+from megatron_rl.models.model_spec import EXPERT_MULTIPLE, ExpertSpec
 from megatron_rl.models.qwen3_vl import QWEN3_VL
 
 
@@ -36,6 +36,9 @@ def expert_spec(text: Mapping[str, Any]) -> ExpertSpec:
         raise ValueError(f"num_experts_per_tok is {top_k}, not between 2 and num_experts, {num_experts}")
     if text.get("norm_topk_prob") is not True:
         raise ValueError("norm_topk_prob is missing; vLLM requires it, so add norm_topk_prob: true to text_config")
+    for name, value in (("hidden_size", hidden), ("moe_intermediate_size", size)):
+        if value % EXPERT_MULTIPLE:
+            raise ValueError(f"{name} is {value}, not a multiple of {EXPERT_MULTIPLE}, as the matrix product of experts requires")
     if hidden in (size, 2 * size):
         raise ValueError(
             f"moe_intermediate_size is {size} and hidden_size {hidden}, so that the experts' tensors have no clear orientation"

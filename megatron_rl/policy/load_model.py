@@ -12,6 +12,7 @@ from megatron_rl.dtypes import torch_dtype
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import ParamMapping
 from megatron_rl.policy.kernels import uses_transformer_engine
+from megatron_rl.policy.lora import check_adapter_targets
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.transformer import HeadConfig, ModelChunks, build_chunks
 from megatron_rl.weights.formats.base_digest import check_base
@@ -44,6 +45,7 @@ def load_model(
     is used to initialize new adapters and the value head. `key` is the config key that contains
     `path`, used in error messages.
     """
+    check_adapter_targets(lora, spec, key="lora.targets")
     chunks = build_chunks(spec, layout, torch_dtype(dtype), lora=lora, heads=heads)
     if torch.cuda.is_available():  # use_cpu_initialization creates parameters on the CPU
         chunks.cuda()

@@ -34,7 +34,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 from torch.nn.functional import dropout, linear
 
-from megatron_rl.config import LoraSettings
+from megatron_rl.config import LoraSettings, require
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import AttentionHeads, Tensors, fuse_halves, fuse_qkv
 from megatron_rl.policy.parallel import rng_tracker
 from megatron_rl.weights.formats.peft import is_vision_target, projection_name
@@ -203,6 +204,12 @@ class LoraLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's output including the adapter's output."""
         return self.adapter(super().forward(x), x)
+
+
+def check_adapter_targets(lora: LoraSettings, model: ModelSpec, *, key: str) -> None:
+    """Raise ValueError if the targets include experts; `key` is the setting of the targets."""
+    has_experts = lora.rank > 0 and "mlp" in lora.targets and model.experts is not None
+    require(not has_experts, key, lora.targets, "adapters on experts are not supported; leave mlp out")
 
 
 def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfig) -> None:

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron_rl.compat.megatron_cpu import with_megatron_on_cpu
 from megatron_rl.config import ParallelSettings, require
 from megatron_rl.distributed.world import round_up_to_minutes
-from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.model_spec import EXPERT_MULTIPLE, ModelSpec
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,7 +93,8 @@ def sizes_cut_by_tp(model: ModelSpec) -> dict[str, int]:
     The vocabulary size is not included, because the vocabulary is padded.
     """
     ffn = "rows of each MLP (intermediate_size)"
-    experts = {} if model.experts is None else {"rows of each expert (moe_intermediate_size)": model.experts.ffn_size}
+    what = f"groups of {EXPERT_MULTIPLE} rows of each expert (moe_intermediate_size)"
+    experts = {} if model.experts is None else {what: model.experts.ffn_size // EXPERT_MULTIPLE}
     return {"attention heads": model.num_heads, "key/value heads": model.num_kv_heads, ffn: model.ffn_size, **experts}
 
 

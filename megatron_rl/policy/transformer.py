@@ -159,9 +159,15 @@ def _layer_specs(is_sparse: Sequence[bool], config: TransformerConfig, lora: Lor
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=cast("Any", RMSNorm))
 
 
-def _with_experts(layer: ModuleSpec, norm: type[nn.Module]) -> ModuleSpec:
-    """Return the spec of a layer with experts instead of an MLP, after a norm of its own."""
-    return replace(layer, submodules=replace(cast("Any", layer.submodules), pre_mlp_layernorm=norm, mlp=sparse_mlp_spec()))
+def _with_experts(layer: ModuleSpec, norm: object) -> ModuleSpec:
+    """Return the spec of a layer with experts instead of an MLP, after a norm of its own.
+
+    In checkpoints, that norm keeps its name (ParamMapping.checkpoint_key).
+    """
+    parts = cast("Any", layer.submodules)
+    keys = {name: key for name, key in parts.sharded_state_dict_keys_map.items() if not name.startswith("pre_mlp_layernorm")}
+    submodules = replace(parts, pre_mlp_layernorm=norm, mlp=sparse_mlp_spec(), sharded_state_dict_keys_map=keys)
+    return replace(layer, submodules=submodules)
 
 
 def _sparse_layers(spec: ModelSpec, layout: Layout, number: int) -> list[bool]:

@@ -17,6 +17,7 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.vocabulary import check_same_tokens, count_token_ids
+from megatron_rl.policy.lora import check_adapter_targets
 from megatron_rl.policy.parallel import check_layout, require_divisible, sizes_cut_by_tp
 from megatron_rl.registry import Plugins, has_critic
 from megatron_rl.rollout.task import Task
@@ -92,6 +93,7 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
     if settings.run.epochs == 0:  # otherwise resolve_epochs checks the number of steps
         check_num_steps(settings)
     check_layout(settings.parallel, model, world_size)
+    check_adapter_targets(settings.lora, model, key="lora.targets")
     remedy = "with lora.rank the whole base model is frozen; choose the trained layers with lora.targets"
     require(not (settings.model.frozen and settings.lora.rank), "model.frozen", settings.model.frozen, remedy)
     engine: EngineSettings = settings.engine
@@ -143,6 +145,8 @@ def _check_critic(settings: Settings, model: ModelSpec, world_size: int) -> None
         spec = load_known_spec(critic.path, key="critic.path")
         check_same_inputs(spec, model, key="critic.path", path=critic.path)
         check_layout(settings.parallel, spec, world_size, model_label="the critic")
+        model = spec
+    check_adapter_targets(critic.lora, model, key="critic.lora.targets")
     remedy = f"must be at least optim.min_lr={optim.min_lr}"
     require(critic.lr >= optim.min_lr, "critic.lr", critic.lr, remedy)
     moves = critic.backbone == "shared" and critic.warmup_steps > 0 and optim.weight_decay > 0

@@ -14,7 +14,6 @@ from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import SUPPORT
 from tests.support.indivisible_vocabulary import add_tokens
 
-
 CASES = [("qwen2_vl", 2), ("qwen3_vl", 1), ("qwen3_vl_moe", 1), pytest.param("qwen3_vl_moe", 2, marks=pytest.mark.long)]
 
 

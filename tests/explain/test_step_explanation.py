@@ -54,7 +54,7 @@ def test_nothing_is_found_where_nothing_is_wrong(as_lines: bool, random_model: P
     assert line_of(said, "trainer, packed").split()[6] == "36" and len(said.splitlines()) < 50
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.long)])
 def test_another_family(family: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A correct run of another family has no findings, and a changed tensor of the last layer is
     located in the last layer."""
@@ -67,7 +67,8 @@ def test_another_family(family: str, tmp_path: Path, capsys: pytest.CaptureFixtu
         def __init__(self, *given: object, **named: object) -> None:
             super().__init__(*given, **named)
             with torch.no_grad():
-                self.chunks[0].language.decoder.layers[-1].mlp.linear_fc2.weight.mul_(1.01)
+                mlp = self.chunks[0].language.decoder.layers[-1].mlp
+                (mlp.experts.linear_fc2 if family == "qwen3_vl_moe" else mlp.linear_fc2.weight).mul_(1.01)
 
     monkeypatch.setattr(replay_forward, "TrainerForward", Spoiled)
     assert main([str(run), "--step", "0"]) == 1

@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, Qwen3VLMoeForConditionalGeneration
 
-from megatron_rl.config import ParallelSettings
+from megatron_rl.config import LoraSettings, ParallelSettings
 from megatron_rl.models.decoder import qwen3_layer_mappings
 from megatron_rl.models.hf_config import parse_spec, read_spec
 from megatron_rl.models.known_models import make_released_config
 from megatron_rl.models.name_mapping import AttentionHeads, canonical_name
+from megatron_rl.policy.lora import check_adapter_targets
 from megatron_rl.policy.parallel import check_layout
 from megatron_rl.weights.formats.open_checkpoint import open_source
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
@@ -45,6 +46,7 @@ def test_the_sparse_layers_are_those_of_transformers(step: int, dense: list[int]
         ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1, not between 2 and num_experts, 4"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, not between 2 and num_experts, 4"),
         ({"moe_intermediate_size": -1}, "moe_intermediate_size is -1, not a positive integer"),
+        ({"moe_intermediate_size": 770}, "moe_intermediate_size is 770, not a multiple of 8"),
         ({"moe_intermediate_size": 1024}, "moe_intermediate_size is 1024 and hidden_size 2048, .* no clear orientation"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0, not a positive integer"),
         ({"decoder_sparse_step": 7}, "no layer has experts"),
@@ -97,9 +99,21 @@ def test_both_orientations_are_read(tmp_path: Path) -> None:
 
 def test_layouts_that_would_compute_otherwise_are_refused() -> None:
     """Tensor parallelism requires sequence parallelism and a divisor of the experts' size."""
-    spec = parse_spec(stored_config(moe_intermediate_size=770), folder="m", key="model.path")
+    spec = parse_spec(stored_config(moe_intermediate_size=784), folder="m", key="model.path")
     check_layout(ParallelSettings(tp=2, sequence_parallel=True), spec, 2)
     with pytest.raises(ValueError, match=r"^parallel.tp=2: needs parallel.sequence_parallel=true, because the model has experts$"):
         check_layout(ParallelSettings(tp=2), spec, 2)
-    with pytest.raises(ValueError, match=r"^parallel.tp=4: does not divide the model's 770 rows of each expert \(moe_intermediate_size\)"):
+    with pytest.raises(
+        ValueError, match=r"^parallel.tp=4: does not divide the model's 98 groups of 8 rows of each expert \(moe_intermediate_size\)"
+    ):
         check_layout(ParallelSettings(tp=4, sequence_parallel=True), spec, 4)
+
+
+def test_adapters_on_experts_are_refused() -> None:
+    """LoRA's default targets include mlp, which a model with experts does not support."""
+    spec = parse_spec(stored_config(), folder="m", key="model.path")
+    check_adapter_targets(LoraSettings(rank=4, targets=["attention", "projector"]), spec, key="lora.targets")
+    check_adapter_targets(LoraSettings(), spec, key="lora.targets")
+    said = r"^lora.targets=\['attention', 'mlp'\]: adapters on experts are not supported; leave mlp out$"
+    with pytest.raises(ValueError, match=said):
+        check_adapter_targets(LoraSettings(rank=4), spec, key="lora.targets")

@@ -1,5 +1,5 @@
-"""LoRA adapters of Qwen2-VL and Qwen3-VL, vision tower and merger included, against PEFT in both
-directions.
+"""LoRA adapters of Qwen2-VL and of Qwen3-VL, dense and with experts, vision tower and merger included,
+against PEFT in both directions.
 
 Runs the checks of test_lora.py: Qwen3-VL with two processes, Qwen2-VL, whose layers have the form of
 Qwen2.5-VL's, with one.
@@ -21,6 +21,7 @@ CASES = [
     ("qwen2_vl", 1, "1,1,1,0,full,tied"),
     ("qwen3_vl", 2, TWO_PROCESSES),
     pytest.param("qwen2_vl", 2, TWO_PROCESSES, marks=pytest.mark.long),
+    pytest.param("qwen3_vl_moe", 2, TWO_PROCESSES, marks=pytest.mark.long),
 ]
 
 

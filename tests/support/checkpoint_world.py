@@ -50,15 +50,19 @@ class Variant:
     critic: CriticSettings | None = None
 
 
+EXPERTS = "experts"
+"""Variant for models with experts, used by tests/parity/test_experts.py."""
 LAYOUTS = {
     "one": ParallelSettings(),
     "tp2": ParallelSettings(tp=2),
     "pp2": ParallelSettings(pp=2),
     "vpp2": ParallelSettings(pp=2, vpp=2),
     "dp2": ParallelSettings(),
+    "tp2_sp": ParallelSettings(tp=2, sequence_parallel=True),
 }
 VARIANTS = {
-    **{name: Variant(name) for name in LAYOUTS},
+    **{name: Variant(name) for name in LAYOUTS if name != "tp2_sp"},
+    EXPERTS: Variant("tp2_sp"),
     "tp2_bf16": Variant("tp2", {"dtype": "bfloat16"}),
     "tp2_lora": Variant("tp2", lora=LoraSettings(rank=4, dropout=0.1, targets=["attention", "mlp", "vision", "projector"])),
     "dp2_lora": Variant("dp2", lora=LoraSettings(rank=4, targets=["attention", "mlp", "vision", "projector"])),

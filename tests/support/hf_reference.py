@@ -52,11 +52,13 @@ def sampled_log_softmax(logits: torch.Tensor, banned_ids: list[int]) -> torch.Te
 def write_adapter(model: Path, folder: Path) -> Path:
     """Write an adapter made by PEFT alone.
 
-    B is as large as A, so that no part of the adapter is a no-op.
+    B is as large as A, so that no part of the adapter is a no-op. A language model with experts has
+    adapters in its attention only.
     """
     torch.manual_seed(0)
     base = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
-    adapted = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=MODULES, task_type="CAUSAL_LM"))
+    modules = MODULES.replace(r"|mlp\.(gate|up|down)_proj)", ")", 1) if base.config.model_type.endswith("_moe") else MODULES
+    adapted = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=modules, task_type="CAUSAL_LM"))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:

@@ -97,6 +97,7 @@ def run_layout(models: Path, adapter: Path, out: Path, text: str) -> None:
     renderer, contexts = make_example(model)
     whole = pack(contexts, image_token_id=renderer.image_token_id, positions=read_spec(model).rope_positions, multiple_of=case.tp)
 
+    adapters = LORA if read_spec(model).experts is None else replace(LORA, targets=["attention", "vision", "projector"])
     made: list[Policy] = []
 
     def make(lora: LoraSettings | None, parallel: ParallelSettings = parallel, seed: int = 5) -> Policy:
@@ -112,17 +113,17 @@ def run_layout(models: Path, adapter: Path, out: Path, text: str) -> None:
 
     base = make(None)
     result: dict[str, object] = {"mask": whole.mask_T, "base_logprobs": base.logprobs([whole])[0]}
-    fresh = make(LORA)
+    fresh = make(adapters)
     result["fresh_logprobs"] = fresh.logprobs([whole])[0]
     result["three_steps"] = train_steps(fresh, contexts, num_steps=3)
     result["sizes"] = count_parameters(fresh)
     replicas = [None] * dist.get_world_size()
     dist.all_gather_object(replicas, digest_parameters(fresh))
     result["copies"] = [entry for found in replicas for entry in found]
-    result["resumed"] = resume_training(fresh, lambda: make(LORA, seed=9), contexts, out / "state")
+    result["resumed"] = resume_training(fresh, lambda: make(adapters, seed=9), contexts, out / "state")
     result["fourth_step"] = train_steps(fresh, contexts, num_steps=1)
 
-    loaded = make(replace(LORA, path=str(adapter)))
+    loaded = make(replace(adapters, path=str(adapter)))
     result["logits"] = full_logits(loaded, whole)
     result["logprobs"] = loaded.logprobs([whole])[0]
     result["reference_logprobs"] = loaded.logprobs([whole], weights="reference")[0]
@@ -131,7 +132,7 @@ def run_layout(models: Path, adapter: Path, out: Path, text: str) -> None:
     result["again"] = {name: tensor.clone() for name, tensor in loaded.adapter_iterator.tensors()}
     loaded.save_adapter(out / f"adapter {text}")
 
-    dropping = replace(LORA, path=str(adapter), dropout=0.3)
+    dropping = replace(adapters, path=str(adapter), dropout=0.3)
     for name, recompute in (("dropped", case.recompute), ("dropped_again", "none"), ("dropped_recomputed", "full")):
         policy = make(dropping, replace(parallel, recompute=recompute))
         result[f"{name}_logprobs"] = policy.logprobs([whole])[0]

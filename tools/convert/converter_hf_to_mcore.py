@@ -75,7 +75,7 @@ def check_output(out: Path, *, force: bool) -> None:
 def check_parallel_sizes(spec: ModelSpec, *, tp: int, pp: int) -> None:
     """Raise ValueError if the model does not support the layout; the message names the option."""
     try:
-        parallel = ParallelSettings(tp=tp, pp=pp)
+        parallel = ParallelSettings(tp=tp, pp=pp, sequence_parallel=tp > 1)
         if tp * pp > 1:
             from megatron_rl.policy.parallel import check_layout  # imports Megatron: 2 s, and warnings that main() silences
 

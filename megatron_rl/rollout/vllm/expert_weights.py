@@ -24,8 +24,9 @@ def use_unpacked_experts() -> None:
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    CPUUnquantizedExperts.process_weights_after_loading = lambda *_: None
-    CPUUnquantizedExperts.apply = _apply_experts
+    experts: Any = CPUUnquantizedExperts
+    experts.process_weights_after_loading = lambda *_: None
+    experts.apply = _apply_experts
 
 
 def _apply_experts(
@@ -48,7 +49,7 @@ def _apply_experts(
 
 
 def expert_locations(prefix: str, module: Any, kind: str, param: torch.Tensor) -> dict[str, EngineTensorLocation]:
-    """Return the location of gate_up_proj [E, H, 2F] or of down_proj [E, F, H], keyed by engine name.
+    """Return the location of gate_up_proj [E, H, 2F] or down_proj [E, F, H], keyed by engine name.
 
     The parameter is w13_weight [E, 2F, H] or w2_weight [E, H, F] with this rank's part of F. Raises
     RuntimeError if the engine does not keep the weights as they are loaded.
