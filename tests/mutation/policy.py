@@ -146,8 +146,8 @@ MUTANTS = (
     Mutant(
         "intermediate_size is not looked at by the layout",
         "megatron_rl/policy/parallel.py",
-        '"key/value heads": model.num_kv_heads, ffn: model.ffn_size}',
-        '"key/value heads": model.num_kv_heads}',
+        '"key/value heads": model.num_kv_heads, ffn: model.ffn_size, **experts}',
+        '"key/value heads": model.num_kv_heads, **experts}',
         "tests/contracts/test_refusals.py -k looked_at",
     ),
     Mutant(
@@ -268,5 +268,47 @@ MUTANTS = (
         "policy.banned_V | (ids >= model.vocab_size)",
         "policy.banned_V | (ids < 0)",
         "tests/parity/test_teacher.py",
+    ),
+    Mutant(
+        "an expert's rows are not weighted by the router",
+        "megatron_rl/policy/experts.py",
+        "(inner * weight_M[:, None]).to(x_MH.dtype)",
+        "inner",
+        "tests/policy/test_experts.py -k weighted",
+    ),
+    Mutant(
+        "the router computes in the model's dtype",
+        "megatron_rl/policy/experts.py",
+        "linear(input.float(), self.weight.float())",
+        "linear(input, self.weight).float()",
+        "tests/policy/test_experts.py -k float32",
+    ),
+    Mutant(
+        "tensor parallelism of experts needs no sequence parallelism",
+        "megatron_rl/policy/parallel.py",
+        "    if model.experts is not None:\n        remedy",
+        "    if model.experts is not None and parallel.pp > 1:\n        remedy",
+        "tests/models/test_qwen3_vl_moe.py -k otherwise",
+    ),
+    Mutant(
+        "rows of an expert need not be multiples of 16 bytes",
+        "megatron_rl/policy/parallel.py",
+        "model.experts.ffn_size // EXPERT_MULTIPLE",
+        "model.experts.ffn_size",
+        "tests/models/test_qwen3_vl_moe.py -k otherwise",
+    ),
+    Mutant(
+        "adapters on experts are accepted",
+        "megatron_rl/policy/lora.py",
+        'and "mlp" in lora.targets and model.experts is not None',
+        'and "mlp" not in lora.targets and model.experts is not None',
+        "tests/models/test_qwen3_vl_moe.py -k adapters",
+    ),
+    Mutant(
+        "sparse layers of a stage are those of the first stage",
+        "megatron_rl/policy/transformer.py",
+        "    first = (number * layout.pp + layout.pp_rank) * size\n",
+        "    first = number * size\n",
+        "tests/parity/test_experts.py -k two_layouts",
     ),
 )

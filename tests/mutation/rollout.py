@@ -418,4 +418,25 @@ MUTANTS = (
         "                    await asyncio.wait_for(self._wake_event.wait(), HEARTBEAT_S)",
         "tests/rollout/test_colocated.py -k one_pump",
     ),
+    Mutant(
+        "experts that the engine reorders are updated in place",
+        "megatron_rl/rollout/vllm/expert_weights.py",
+        'IN_PLACE_BACKENDS = ("CPU", "TRITON")',
+        'IN_PLACE_BACKENDS = ("CPU", "TRITON", "FLASHINFER_CUTLASS")',
+        "tests/policy/test_experts.py -k reorders",
+    ),
+    Mutant(
+        "up of a rank's experts is found where gate begins",
+        "megatron_rl/rollout/vllm/expert_weights.py",
+        "WeightSlice(up, 2, whole + start)",
+        "WeightSlice(up, 2, start)",
+        "tests/policy/test_experts.py -k columns",
+    ),
+    Mutant(
+        "the engine's experts are not weighted",
+        "megatron_rl/rollout/vllm/expert_weights.py",
+        "    weighted = result * topk_weights",
+        "    weighted = result + 0 * topk_weights",
+        "tests/policy/test_experts.py -k summed",
+    ),
 )

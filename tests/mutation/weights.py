@@ -108,4 +108,18 @@ MUTANTS = (
         'config["r"]',
         "tests/tools/test_merge_lora_and_runs.py -k added",
     ),
+    Mutant(
+        "experts as transformers saves them are read without swapping dimensions",
+        "megatron_rl/weights/formats/checkpoint_source.py",
+        "else tensor.transpose(-1, -2).contiguous()",
+        "else tensor.contiguous()",
+        "tests/models/test_qwen3_vl_moe.py -k orientations",
+    ),
+    Mutant(
+        "any shape of experts is taken for swapped dimensions",
+        "megatron_rl/weights/formats/checkpoint_source.py",
+        "spec.shape != shape and swap_last_dims(spec.shape) == shape",
+        "spec.shape != shape",
+        "tests/models/test_qwen3_vl_moe.py -k orientations",
+    ),
 )
