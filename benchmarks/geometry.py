@@ -25,6 +25,7 @@ from pathlib import Path
 
 from card_games import parse_cell_arguments
 from numberline import ROOT
+from scipy.stats import t as student_t
 from visual_search import processor_s
 
 from megatron_rl.data.benchmarks.benchmark_scores import to_metric_name
@@ -34,8 +35,6 @@ from megatron_rl.observe.plot import plot_reward_curves
 
 CELLS = {"sft": "geometry_sft_cpu", "grpo": "geometry_grpo_cpu"}
 SPLITS = ("eval", "shift_color", "shift_width", "shift_size", "shift_count")
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
-"""Two-sided 95% quantiles of the t distribution, keyed by the number of seeds."""
 NUM_EVAL = 120
 """Pictures of each held-out split."""
 TINY_DATA = ["--num-train", "8", "--num-eval", "6"]
@@ -115,12 +114,25 @@ def majority_rate(data: Path, split: str) -> float:
 
 
 def format_mean(values: Sequence[float]) -> str:
-    """Return the mean in percent, with its 95% t interval if there are several seeds."""
-    mean = statistics.fmean(values)
-    if len(values) not in T_95:
-        return f"{100 * mean:.1f}"
-    reach = T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{100 * mean:.1f} ({100 * max(0.0, mean - reach):.1f} to {100 * min(1.0, mean + reach):.1f})"
+    """Return the mean of fractions in percent, with its 95% t interval if there are several."""
+    mean, reach = t_interval(values)
+    interval = f" ({100 * max(0.0, mean - reach):.1f} to {100 * min(1.0, mean + reach):.1f})" if len(values) > 1 else ""
+    return f"{100 * mean:.1f}{interval}"
+
+
+def format_change(values: Sequence[float]) -> str:
+    """Return the mean of differences in points, with its 95% t interval if there are several."""
+    mean, reach = t_interval(values)
+    interval = f" ({100 * (mean - reach):+.1f} to {100 * (mean + reach):+.1f})" if len(values) > 1 else ""
+    return f"{100 * mean:+.1f}{interval}"
+
+
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and the half-width of its 95% t interval, which is 0 for a single value."""
+    num = len(values)
+    if num < 2:
+        return statistics.fmean(values), 0.0
+    return statistics.fmean(values), float(student_t.ppf(0.975, num - 1)) * statistics.stdev(values) / math.sqrt(num)
 
 
 def make_tables(out: Path, seeds: Sequence[int]) -> str:
@@ -150,8 +162,8 @@ def make_split_table(found: Scores, out: Path, seeds: Sequence[int]) -> str:
             continue
         before, after = ([accuracy(found[cell, split, seed]) for seed in both] for cell in CELLS)
         baseline = statistics.fmean(majority_rate(out / f"seed{seed}" / "data", split) for seed in both)
-        change = statistics.fmean(new - old for old, new in zip(before, after, strict=True))
-        lines.append(f"| {split} | {100 * baseline:.1f} | {format_mean(before)} | {format_mean(after)} | {100 * change:+.1f} |")
+        change = format_change([new - old for old, new in zip(before, after, strict=True)])
+        lines.append(f"| {split} | {100 * baseline:.1f} | {format_mean(before)} | {format_mean(after)} | {change} |")
     return "\n".join(lines)
 
 
