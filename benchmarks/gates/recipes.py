@@ -32,7 +32,7 @@ _SHORT = ("experiment=numberline_grpo_cpu", "run.steps=12", "batch.group_size=4"
 RECIPES: Mapping[str, Recipe] = {
     "quickstart": Recipe(num_steps=50, overrides=("experiment=numberline_grpo_cpu",), warm_start=_NUMBERLINE),
     "geometry": Recipe(
-        num_steps=40,
+        num_steps=120,
         overrides=("experiment=geometry_grpo_cpu", *_GEOMETRY),
         warm_start=("experiment=geometry_sft_cpu", *_GEOMETRY),
         warm_start_folder="geometry_sft",
