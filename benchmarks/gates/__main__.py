@@ -36,16 +36,25 @@ def check(run: Path, recipe: str) -> int:
     return int(bool(outside))
 
 
+def read_commit() -> str:
+    """Return the short hash of the checked-out commit.
+
+    Raises:
+        ValueError: this is no git checkout.
+    """
+    result = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise ValueError(f"{ROOT}: no git checkout; name the commit of the run with --commit")
+    return result.stdout.strip()
+
+
 def record(run: Path, recipe: str, *, commit: str) -> int:
     """Add a run to its recipe's history and return 0; an empty `commit` is the one checked out."""
-    if not commit:
-        command = ["git", "rev-parse", "--short=8", "HEAD"]
-        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     machine = f"{platform.node()}, {os.cpu_count()} cores, {platform.machine()}"
     entry = RecordedRun(
         date=datetime.fromtimestamp((run / METRICS_FILE).stat().st_mtime, UTC).date().isoformat(),
         machine=machine,
-        commit=commit,
+        commit=commit or read_commit(),
         seed=read_seed(run),
         figures=read_run_figures(run, recipe),
     )

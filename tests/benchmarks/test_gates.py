@@ -57,7 +57,8 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     folder.mkdir()
     monkeypatch.setattr("benchmarks.gates.__main__.history_path", lambda recipe: history.history_path(recipe, folder))
     for seed in range(3):
-        assert main(["record", str(write_run(tmp_path / f"run{seed}", steps_like(seed), seed=seed)), "quickstart"]) == 0
+        run = write_run(tmp_path / f"run{seed}", steps_like(seed), seed=seed)
+        assert main(["record", str(run), "quickstart", "--commit", f"0123456{seed}"]) == 0
     assert capsys.readouterr().out.splitlines() == ["quickstart: 1 runs", "quickstart: 2 runs", "quickstart: 3 runs"]
     return folder
 
@@ -173,8 +174,10 @@ def test_errors_are_one_line(recorded: Path, tmp_path: Path, capsys: pytest.Capt
 def test_a_failed_or_known_run_is_not_recorded(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (recorded / "quickstart.json").read_bytes()
     steps = [{**line, "reward/mean": math.nan} for line in steps_like(0)]
-    assert "reward_first=nan: not finite" in said_error(capsys, "record", write_run(tmp_path / "failed", steps), "quickstart")
-    assert "already in the history" in said_error(capsys, "record", tmp_path / "run1", "quickstart")
+    assert "reward_first=nan: not finite" in said_error(
+        capsys, "record", write_run(tmp_path / "failed", steps), "quickstart", "--commit", "01234560"
+    )
+    assert "already in the history" in said_error(capsys, "record", tmp_path / "run1", "quickstart", "--commit", "01234561")
     assert (recorded / "quickstart.json").read_bytes() == before
 
 
@@ -182,7 +185,7 @@ def test_a_history_has_date_machine_commit_and_seed(recorded: Path) -> None:
     runs = history.load_history(recorded / "quickstart.json")
     assert [run.seed for run in runs] == [0, 1, 2]
     for run in runs:
-        assert len(run.date) == 10 and len(run.commit) == 8 and "cores" in run.machine
+        assert len(run.date) == 10 and run.commit == f"0123456{run.seed}" and "cores" in run.machine
         assert run.figures == compute_figures(steps_like(run.seed))
 
 
