@@ -1,5 +1,6 @@
-"""Runs with a merge of their own checkpoints as the teacher: recorded numbers against Hugging Face's
-model with weights that the test merges from the run's exported checkpoints, and a killed run.
+"""Runs with a merge of their own checkpoints as the teacher: recorded numbers against Hugging
+Face's model with weights that the test merges from the run's exported checkpoints, and a killed
+run.
 """
 
 import shutil
@@ -93,4 +94,4 @@ def test_a_trimmed_merge_with_adapters_a_critic_and_stale_episodes(random_model:
     renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=12000, max_pixels=13000))
     *_, reverse = compare_on([with_patches(each, renderer) for each in trained_sequences(run, 2)], student, teacher, renderer)
     assert reverse > 1e-3
-    assert third["distill/divergence"] == pytest.approx(reverse, rel=1e-3)
+    assert third["distill/divergence"] == pytest.approx(reverse, rel=1e-4)
