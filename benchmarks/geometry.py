@@ -6,8 +6,8 @@ r"""Grids, nested squares and circles (docs/geometry.md) over several seeds: war
     .venv/bin/python benchmarks/geometry.py --out runs/tiny --tiny --seeds 0   # smoke test
 
 The seed determines the pictures, the initial weights and the rollouts. A cell is the warm start
-(sft) or GRPO from it (grpo), each with a final evaluation on all held-out splits. Cells run one at a
-time; an interrupted cell is resumed. Success is greedy accuracy, with Wilson's 95% interval for a
+(sft) or GRPO from it (grpo), each with a final evaluation on all held-out splits. Cells run one at
+a time; an interrupted cell is resumed. Success is greedy accuracy, with Wilson's 95% interval for a
 seed, and a t interval over the seeds. The baseline answers each question with its most frequent
 answer in the training data.
 """

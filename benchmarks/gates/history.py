@@ -38,7 +38,7 @@ class Finding:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the figure lies in its band."""
+        """True if the figure lies in its band."""
         return self.band.contains(self.value)
 
 

@@ -1,5 +1,6 @@
-"""Learning gates. Oracles: bands computed by hand with a quantile from a printed table, the coverage
-of simulated histories, planted faults, and the figures of a recorded run computed with pandas.
+"""Learning gates. Oracles: bands computed by hand with a quantile from a printed table, the
+coverage of simulated histories, planted faults, and the figures of a recorded run computed with
+pandas.
 """
 
 import json
@@ -86,8 +87,9 @@ def test_a_band_is_a_prediction_interval() -> None:
 
 
 def test_bands_cover_as_often_as_they_claim() -> None:
-    """99% of new runs of the same normal distribution lie inside, with histories of 3 and of 8 runs,
-    if the deviation is large compared with the floor. The tolerance is four standard errors."""
+    """99% of new runs of the same normal distribution lie inside, with histories of 3 and of 8
+    runs, if the deviation is large compared with the floor. The tolerance is four standard errors.
+    """
     dice, num_trials = np.random.default_rng(0), 4000
     for num in (3, 8):
         drawn = dice.normal(0, 50, size=(num_trials, num + 1))

@@ -1,4 +1,4 @@
-"""A PPO run whose episodes gymnasium truncates, with values of the final states."""
+"""A PPO run with values of the final states of episodes that gymnasium truncates."""
 
 from pathlib import Path
 

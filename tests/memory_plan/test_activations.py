@@ -69,8 +69,9 @@ def small(num_layers: int) -> ModelSpec:
 
 
 def other(family: str, num_layers: int) -> ModelSpec:
-    """Return the same model for another family. Qwen3-VL's has two DeepStack layers; with experts, a
-    token has two of eight."""
+    """Return the same model for another family. Qwen3-VL's has two DeepStack layers; with experts,
+    a token has two of eight.
+    """
     text = {
         "hidden_size": HIDDEN, "intermediate_size": 1280, "num_hidden_layers": num_layers, "vocab_size": 512, "num_attention_heads": 4,
         "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2,

@@ -307,8 +307,9 @@ def test_a_micro_batch_of_7b_on_four_l40s() -> None:
 
 
 def test_experts_are_counted_as_they_are_used() -> None:
-    """Qwen3-VL-30B-A3B: a token computes with 8 of 128 experts of 48 layers, 3 x 2048 x 768 parameters
-    each. A decoding step reads them once for one sequence, and all experts for very many.
+    """Qwen3-VL-30B-A3B: a token computes with 8 of 128 experts of 48 layers, 3 x 2048 x 768
+    parameters each. A decoding step reads them once for one sequence, and all experts for very
+    many.
     """
     model = load_known_spec("Qwen/Qwen3-VL-30B-A3B-Instruct")
     counts, experts = count_params(model), 48 * 128 * 3 * 2048 * 768

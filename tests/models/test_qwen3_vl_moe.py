@@ -64,8 +64,8 @@ def test_a_config_that_is_not_computed_is_refused(text: dict, said: str) -> None
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_a_rank_has_its_columns_of_every_expert(tp: int) -> None:
-    """The shards of fc1 are the rank's columns of gate and of up, cut by hand; converting the shards
-    back restores the tensors.
+    """The shards of fc1 are the rank's columns of gate and of up, cut by hand; converting the
+    shards back restores the tensors.
     """
     rows = {row.mcore_name.rpartition(".mlp.")[2]: row for row in qwen3_layer_mappings(0, AttentionHeads(2, 2, 4), is_sparse=True)}
     gate, up, down = torch.randn(5, 4, 6), torch.randn(5, 4, 6), torch.randn(5, 6, 4)
@@ -80,8 +80,8 @@ def test_a_rank_has_its_columns_of_every_expert(tp: int) -> None:
 
 
 def test_both_orientations_are_read(tmp_path: Path) -> None:
-    """A folder saved by transformers, which swaps the last two dimensions of experts, is read as the
-    released form; other shapes are rejected.
+    """A folder saved by transformers, which swaps the last two dimensions of experts, is read as
+    the released form; other shapes are rejected.
     """
     make_checkpoint(tmp_path / "released", family="qwen3_vl_moe", layers=2)
     spec = read_spec(tmp_path / "released")

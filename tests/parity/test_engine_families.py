@@ -1,4 +1,5 @@
-"""Engines of Qwen2-VL and of Qwen3-VL, dense and with experts, receive weights as the policy sends them.
+"""Engines of Qwen2-VL and of Qwen3-VL, dense and with experts, receive weights as the policy sends
+them.
 
 Their logprobs are compared with Hugging Face's.
 """

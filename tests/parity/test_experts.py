@@ -25,22 +25,22 @@ LONG = {
 
 
 def write_model(folder: Path, *, layers: int) -> HfReference:
-    """Write a model whose DeepStack features fit into the first of two stages (or of four chunks)."""
+    """Write a model with DeepStack features that fit into the first of two stages or four chunks."""
     make_checkpoint(folder / "moe", family="qwen3_vl_moe", init="random", seed=1, heads=8, kv_heads=4, vision_depth=2, layers=layers)
     return HfReference(folder / "moe")
 
 
 def test_two_layouts_are_those_of_hf(tmp_path: Path, torchrun) -> None:  # noqa: ANN001
-    """Logits, logprobs, every gradient and three steps agree with HF, with one process, and with the
-    dry plan, for tensor and sequence parallelism and for a pipeline.
+    """Logits, logprobs, every gradient and three steps agree with HF, with one process, and with
+    the dry plan, for tensor and sequence parallelism and for a pipeline.
     """
     hf = {"moe": write_model(tmp_path, layers=4)}
     check_layouts({1: ALONE, 2: TWO_PROCESSES}, tmp_path, hf, tmp_path, torchrun)
 
 
 def test_a_checkpoint_is_read_with_another_layout(tmp_path: Path, torchrun) -> None:  # noqa: ANN001
-    """Weights and optimizer state written with tp 2 are read bit for bit with two stages and with two
-    replicas, and the next update is that of the unbroken run.
+    """Weights and optimizer state written with tp 2 are read bit for bit with two stages and with
+    two replicas, and the next update is that of the unbroken run.
     """
     make_checkpoint(tmp_path / "moe", family="qwen3_vl_moe", init="random", seed=1, vision_depth=2)
     out = tmp_path / "out"

@@ -1,8 +1,8 @@
-"""LoRA adapters of Qwen2-VL and of Qwen3-VL, dense and with experts, vision tower and merger included,
-against PEFT in both directions.
+"""LoRA adapters of Qwen2-VL and of Qwen3-VL, dense and with experts, vision tower and merger
+included, against PEFT in both directions.
 
-Runs the checks of test_lora.py: Qwen3-VL with two processes, Qwen2-VL, whose layers have the form of
-Qwen2.5-VL's, with one.
+Runs the checks of test_lora.py: Qwen3-VL with two processes, Qwen2-VL, whose layers have the form
+of Qwen2.5-VL's, with one.
 """
 
 from pathlib import Path

@@ -72,8 +72,8 @@ def engine_layer(backend: str, *, rank: int = 0, tp: int = 1, local: int = EXPER
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_of_the_engine_holds_its_columns(rank: int) -> None:
-    """The locations on a rank of an engine with tp 2 have the sent tensor's slices, cut by hand into
-    vLLM's w13 and w2.
+    """The locations on a rank of an engine with tp 2 have the sent tensor's slices, cut by hand
+    into vLLM's w13 and w2.
     """
     gate, up, down = (torch.randn(EXPERTS, *shape) for shape in ((HIDDEN, COLUMNS), (HIDDEN, COLUMNS), (COLUMNS, HIDDEN)))
     mine = slice(rank * COLUMNS // 2, (rank + 1) * COLUMNS // 2)

@@ -31,8 +31,8 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def to_released_form(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor of HF's model in the form of released checkpoints, in which the experts' last two
-    dimensions are swapped.
+    """Return a tensor of HF's model in the form of released checkpoints, in which the experts' last
+    two dimensions are swapped.
     """
     return tensor.transpose(-1, -2) if tensor is not None and tensor.dim() == 3 and is_expert_tensor(name) else tensor
 

@@ -89,8 +89,9 @@ def colors_of(path: Path) -> set[tuple[int, ...]]:
 
 
 def test_shifts_differ_from_training_in_one_property(built: Path) -> None:
-    """Colors are read from the pixels of pictures with one color; styles differ in one field, and its
-    ranges do not overlap."""
+    """Colors are read from the pixels of pictures with one color; styles differ in one field, and
+    its ranges do not overlap.
+    """
     seen = {
         split: set().union(*(colors_of(built / image) for question, _, image in rows_of(built, split) if "circles" not in question))
         for split in SPLITS

@@ -70,8 +70,8 @@ def test_a_tensor_of_a_stacked_picture_that_is_missing_is_named(tmp_path: Path, 
 @pytest.mark.parametrize(("family", "mesh_shape"), [*product(FAMILIES, [(1,), (3,), (2, 2)]), ("qwen3_vl_moe", (3,))])
 def test_fsdp_shards(family: str, mesh_shape: tuple[int, ...], models: Path, tmp_path: Path) -> None:
     """Even, uneven and replicated shards, with the names of transformers' modules as in a state
-    dict, give the Hugging Face model's tensors. transformers' experts are stored with two dimensions
-    swapped.
+    dict, give the Hugging Face model's tensors. transformers' experts are stored with two
+    dimensions swapped.
     """
     checkpoint = tmp_path / "actor"
     state = AutoModelForImageTextToText.from_pretrained(models / family, dtype=torch.float32).state_dict()
