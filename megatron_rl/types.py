@@ -304,6 +304,10 @@ class JudgeResult:
     """Beginning of the judge's reasoning, if the judge server returns the reasoning separately from
     the answer. Empty if the verdict comes from a task.judge.cache entry without reasoning.
     """
+    rule_score: float | None = None
+    """Score of the rules for the same answer, in an audit (task.judge.audit_fraction)."""
+    is_reward: bool = True
+    """False if the verdict is only compared with the rules, which determine the reward."""
 
 
 @dataclass(slots=True)
@@ -408,7 +412,9 @@ class Rollout:
     reward_terms: dict[str, float] = field(default_factory=dict)
     """Unweighted value of each reward term, by name."""
     verdicts: list[JudgeResult] = field(default_factory=list)
-    """Judge verdicts used for the reward. Verdicts about single turns come first, in turn order."""
+    """Judge verdicts, used for the reward or in audits. Verdicts about single turns come first, in
+    turn order.
+    """
     wall_s: float = 0.0
     """Seconds from the prompt until the environment was closed, including earlier failed attempts.
     """

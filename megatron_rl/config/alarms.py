@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from megatron_rl.config.checks import require, require_choice
 
 ALARMS = (
-    "held_out_falls", "judge_score_falls", "one_term_dominates", "responses_grow", "responses_shrink", "tool_use_dies", "groups_collapse",
-    "entropy_grows", "entropy_collapses", "kl_grows", "mismatch_grows", "duplicates_grow",
+    "held_out_falls", "judge_score_falls", "judge_agreement_falls", "one_term_dominates", "responses_grow", "responses_shrink",
+    "tool_use_dies", "groups_collapse", "entropy_grows", "entropy_collapses", "kl_grows", "mismatch_grows", "duplicates_grow",
 )  # fmt: skip
 """Names of the alarms, which are the keys of observe/alarm_rules.RULES."""
 

@@ -7,7 +7,7 @@ and loaded by name, through functions passed by the caller. Image patches are no
 Renderer.patches recomputes them. A record is written as one line by jsonl.to_json_line, which
 converts NaN and infinite numbers to strings.
 
-    {"version": 9, "images": {KEY: {"name": NAME, "grid": [1, 8, 8], "merge": 2}},
+    {"version": 10, "images": {KEY: {"name": NAME, "grid": [1, 8, 8], "merge": 2}},
      "task": "number_line", ...,
      "sequences": [{"token_ids": [5, 6, 7], "loss_mask": [0, 0, 1], ..., "images": [KEY]}],
      "turns": [{"sequence": 0, "token_span": [2, 3], ...}]}
@@ -28,7 +28,7 @@ from megatron_rl.types import TOKEN_COLUMNS, Image, JudgeResult, Rollout, TokenS
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
-VERSION = 9
+VERSION = 10
 """Version of the record format. Records of other versions are rejected."""
 IMAGE_KEY_PATTERN = re.compile(r"[0-9A-Za-z]{1,64}")
 """Pattern of a valid image key, which is used as a file name."""

@@ -22,6 +22,10 @@ second.
 """
 LENGTH_FACTOR, ENTROPY_GROWTH, ENTROPY_DROP, KL_GROWTH, MISMATCH_GROWTH = 1.5, 3.0, 5.0, 3.0, 3.0
 MIN_JUDGE_DROP, MIN_TOOL_USE, TOOL_USE_DROP = 0.2, 0.1, 5.0
+AGREEMENT, MIN_AGREEMENT_DROP, AGREEMENT_SIGMAS = "judge/agreement", 0.1, 4.0
+"""Metric of the agreement between judge and rules, and its minimum drop, absolute and in standard
+errors of the difference.
+"""
 COLLAPSED_FRACTION, MIXED_FRACTION = 0.9, 0.7
 MIN_KL = {"policy/kl_ref": 0.5, "policy/ppo_kl": 0.1}
 MIN_MISMATCH, MIN_DUPLICATES, DUPLICATES_RISE = 1e-3, 0.5, 0.3
@@ -127,6 +131,26 @@ def judge_score_falls(lines: Sequence[Line], window: int) -> str:
     return f"{score} while the reward rises ({reward})" if score.after <= score.before - MIN_JUDGE_DROP * abs(score.before) else ""
 
 
+def judge_agreement_falls(lines: Sequence[Line], window: int) -> str:
+    """Compare the agreement of judge and rules over all audits of a window with the reward."""
+    (before, num_before), (after, num_after) = _count_agreement(lines[:window]), _count_agreement(lines[-window:])
+    reward = change_of(REWARD, lines, window)
+    if reward is None or not reward.rises or not min(num_before, num_after) > 0:
+        return ""
+    both = (before * num_before + after * num_after) / (num_before + num_after)
+    noise = AGREEMENT_SIGMAS * math.sqrt(max(both * (1 - both), 0.0) * (1 / num_before + 1 / num_after))
+    is_lower = before - after >= max(MIN_AGREEMENT_DROP, noise)
+    return f"{AGREEMENT} {before:.4g} -> {after:.4g} while the reward rises ({reward})" if is_lower else ""
+
+
+def _count_agreement(lines: Sequence[Line]) -> tuple[float, float]:
+    """Return the fraction of audits in which judge and rules agree, and the number of audits."""
+    pairs = [(line.get(AGREEMENT, math.nan), line.get("judge/audited", math.nan)) for line in lines]
+    pairs = [(share, num) for share, num in pairs if not math.isnan(share + num)]
+    total = sum(num for _, num in pairs)
+    return sum(share * num for share, num in pairs) / total if total else math.nan, total
+
+
 def one_term_dominates(lines: Sequence[Line], window: int) -> str:
     """Find a term, other than accuracy, that alone decides which rollouts of a group are better.
 
@@ -213,6 +237,7 @@ def duplicates_grow(lines: Sequence[Line], window: int) -> str:
 RULES: dict[str, Rule] = {
     "held_out_falls": held_out_falls,
     "judge_score_falls": judge_score_falls,
+    "judge_agreement_falls": judge_agreement_falls,
     "one_term_dominates": one_term_dominates,
     "responses_grow": responses_grow,
     "responses_shrink": responses_shrink,

@@ -5,22 +5,34 @@ from collections.abc import Sequence
 from itertools import compress, groupby
 from operator import attrgetter
 
-from megatron_rl.types import Rollout
+from megatron_rl.types import JudgeResult, Rollout
 
 MIN_VARIANCE = 1e-12
 """Sums of squared differences up to this value count as zero, because rewards are rounded."""
 
 
 def group_metrics(scored: Sequence[Rollout]) -> dict[str, float]:
-    """Return the share of duplicates, how much each term decides, and the judge's mean score.
+    """Return the share of duplicates, the r2 of each term, and the judge's score and agreement.
 
     `scored` are the scored rollouts of a step.
     """
-    verdicts = [verdict.value for rollout in scored for verdict in rollout.verdicts]
     return {
         "rollout/duplicate_fraction": _count_duplicates(scored) / max(len(scored), 1),
         **{f"reward_r2/{name}": value for name, value in explained_by_term(scored).items()},
-        **({"judge/score": statistics.fmean(verdicts)} if verdicts else {}),
+        **_judge_metrics([verdict for rollout in scored for verdict in rollout.verdicts]),
+    }
+
+
+def _judge_metrics(verdicts: Sequence[JudgeResult]) -> dict[str, float]:
+    """Return the mean of the verdicts in rewards, and how often judge and rules agree in audits.
+
+    They agree if both scores are at least 0.5, or both less.
+    """
+    values = [each.value for each in verdicts if each.is_reward]
+    agreed = [(each.value >= 0.5) == (each.rule_score >= 0.5) for each in verdicts if each.rule_score is not None]
+    return {
+        **({"judge/score": statistics.fmean(values)} if values else {}),
+        **({"judge/agreement": statistics.fmean(agreed), "judge/audited": float(len(agreed))} if agreed else {}),
     }
 
 

@@ -42,13 +42,12 @@ class JudgeStats:
         return {f"judge/{name}": float(_add(total, name, sum(part[name] for part in parts))) for name in COUNTERS}
 
     def record_decided(self, rollouts: Sequence[Rollout], total: Counts) -> dict[str, float]:
-        """Return the fraction of scored rollouts that have a judge result.
+        """Return the fraction of scored rollouts with a judge result in their reward.
 
-        The number of scored rollouts with a judge result and the number of all scored rollouts are
-        added to `total`.
+        The number of these rollouts and the number of all scored rollouts are added to `total`.
         """
         scored = [rollout for rollout in rollouts if rollout.is_scored]
-        num = _add(total, "decided", sum(bool(rollout.verdicts) for rollout in scored))
+        num = _add(total, "decided", sum(any(each.is_reward for each in rollout.verdicts) for rollout in scored))
         return {"judge/decided_fraction": num / max(_add(total, "answers", len(scored)), 1)}
 
     def format_summary(self, total: Mapping[str, int]) -> str:

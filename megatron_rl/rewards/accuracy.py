@@ -6,10 +6,12 @@ unknown data source, the rules compare the answer with the ground truth as text,
 label, as a number, and as a mathematical expression, in this order.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megatron_rl.data.answers import extract_answer
+from megatron_rl.errors import AccessDenied, InfraError
 from megatron_rl.rewards.algebra import MathVerifier
 from megatron_rl.rewards.answer import (
     NUMERIC_SOURCES,
@@ -46,6 +48,7 @@ EXAMPLE_FAMILIES = {
 """Maps each family of worked examples for the judge's prompt to the prefixes of its data sources;
 all other sources use the family `general`.
 """
+T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,7 +67,8 @@ class AccuracyReward:
         Two kinds of questions can have rewards between 0 and 1. Questions from numeric data sources
         are scored by mean relative accuracy. Questions from a published benchmark are scored by the
         benchmark's own rule. Without a judge, an answer that the rules leave
-        undecided is wrong.
+        undecided is wrong. In an audit, rules and judge both decide, and the reward is the same as
+        without the audit; a failure of the one that is only compared leaves the audit out.
 
         Raises:
             InfraError: The judge or the math verifier failed.
@@ -72,18 +76,18 @@ class AccuracyReward:
         answer = self.read_answer(self.get_reply(reward_input))
         if answer is None or any(holds(reward_input) for holds in make_answer_vetoes(self.read_answer, self.get_reply).values()):
             return 0.0
-        if self.judge is not None and self.judge.always_ask and answer.strip():
-            return await self._ask_judge(self.judge, reward_input, _reference(reward_input.payload), answer)
-        found = await score_by_rules(reward_input.payload, answer, self.math_verifier)
-        answer = extract_answer(answer)
-        if not found.is_final and answer.strip() and self.judge is not None:
-            return await self._ask_judge(self.judge, reward_input, extract_answer(_reference(reward_input.payload)), answer)
+        payload, judge = reward_input.payload, self.judge
+        is_audited = judge is not None and judge.is_audited(reward_input.rollout)
+        if judge is not None and judge.always_ask and answer.strip():
+            rules = await _or_none(score_by_rules(payload, answer, self.math_verifier)) if is_audited else None
+            return await _ask_judge(judge, reward_input, _reference(payload), answer, rules=rules)
+        found = await score_by_rules(payload, answer, self.math_verifier)
+        truth, answer = extract_answer(_reference(payload)), extract_answer(answer)
+        if judge is not None and answer.strip() and not found.is_final:
+            return await _ask_judge(judge, reward_input, truth, answer)
+        if judge is not None and answer.strip() and is_audited:
+            await _or_none(_ask_judge(judge, reward_input, truth, answer, rules=found, is_reward=False))
         return found.credit or 0.0
-
-    async def _ask_judge(self, judge: Judge, reward_input: RewardInput, truth: str, answer: str) -> float:
-        prompt = load_judge_prompt("answer_equivalence", examples=find_example_family(get_data_source(reward_input.payload)))
-        fields = {"question": str(reward_input.payload["question"]), "reference": truth, "answer": answer}
-        return await judge.score_rollout(reward_input.rollout, prompt, fields=fields)
 
 
 @dataclass(slots=True, frozen=True)
@@ -122,6 +126,29 @@ async def score_by_rules(payload: Mapping[str, object], answer: str, math_verifi
         return RuleScore(float(verdict), is_final=True)
     is_equal = await math_verifier.is_equal(truth, answer)
     return RuleScore(None if is_equal is None else float(is_equal), is_final=is_equal is True)
+
+
+async def _ask_judge(
+    judge: Judge, reward_input: RewardInput, truth: str, answer: str, *, rules: RuleScore | None = None, is_reward: bool = True
+) -> float:
+    prompt = load_judge_prompt("answer_equivalence", examples=find_example_family(get_data_source(reward_input.payload)))
+    fields = {"question": str(reward_input.payload["question"]), "reference": truth, "answer": answer}
+    rule_score = rules.credit if rules is not None and rules.is_final else None
+    return await judge.score_rollout(reward_input.rollout, prompt, fields=fields, rule_score=rule_score, is_reward=is_reward)
+
+
+async def _or_none(scored: Awaitable[T]) -> T | None:
+    """Return a score that only an audit needs, or None if the infrastructure failed.
+
+    Raises:
+        AccessDenied: A server rejected the run's key, which would reject all other requests, too.
+    """
+    try:
+        return await scored
+    except AccessDenied:
+        raise
+    except InfraError:
+        return None
 
 
 def get_data_source(payload: Mapping[str, object]) -> str:

@@ -121,23 +121,35 @@ class Judge:
         return {"called": self.num_requests, "cached": self.cache_hits, "failed": self.endpoints.failures}
 
     async def score_rollout(
-        self, rollout: Rollout, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = (), turn: int | None = None
+        self, rollout: Rollout, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = (), turn: int | None = None,
+        rule_score: float | None = None, is_reward: bool = True,
     ) -> float:  # fmt: skip
         """Return and record the verdict on a turn, or on the whole episode if `turn` is None.
 
-        The verdict is added to `rollout.verdicts`. Raises InfraError like `get_judgement`.
+        The verdict is added to `rollout.verdicts`, in an audit with the score of the rules. Raises
+        InfraError like `get_judgement`.
         """
         clock = asyncio.get_running_loop().time
         asked = clock()
         value, words = await self.get_judgement(prompt, fields=fields, images=images)
         said = JudgeResult(
-            judge=self.model, prompt=f"{prompt.name} {prompt.version}", value=value, turn=turn, wall_s=clock() - asked, reasoning=words
-        )
+            judge=self.model, prompt=f"{prompt.name} {prompt.version}", value=value, turn=turn, wall_s=clock() - asked, reasoning=words,
+            rule_score=rule_score, is_reward=is_reward,
+        )  # fmt: skip
         if said not in rollout.verdicts:  # another reward term may have requested the same verdict
             rollout.verdicts.append(said)
             # make the order independent of response times
             rollout.verdicts.sort(key=lambda each: (each.turn is None, each.turn or 0, each.prompt))
         return value
+
+    def is_audited(self, rollout: Rollout) -> bool:
+        """Return whether both the rules and the judge decide on the rollout's answer.
+
+        The choice depends on the rollout's place in its step only, so a resumed run repeats it.
+        """
+        place = f"{rollout.example_id}/{rollout.group}/{rollout.sample_index}"
+        drawn = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest())
+        return drawn < self.settings.audit_fraction * 2**64
 
     async def score(self, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = ()) -> float:
         """Return the verdict without the reasoning. Raises InfraError like `get_judgement`."""

@@ -26,10 +26,10 @@ FIELDS = {
     "teacher_logprobs values advantages returns logprob_scale entropies",
     Turn: "sequence token_span text action_start reward step_score reward_delta tool_call images state generation_s env_s",
     ToolCall: "tool source text error ran frame",
-    JudgeResult: "judge prompt value turn wall_s reasoning",
+    JudgeResult: "judge prompt value turn wall_s reasoning rule_score is_reward",
     Image: "pil patch_PC grid key merge",
 }
-"""Fields of the records in version 9."""
+"""Fields of the records in version 10."""
 PICTURE = pil.new("RGB", (28, 28), (1, 2, 3))
 NUMBERS = st.floats()
 TEXT = st.text(st.characters())
@@ -143,7 +143,7 @@ def full() -> Rollout:
         question="<image>\nHow many?", answer="4", extra='{"index": 7}',
         status=Status.TRUNCATED, stop_reason=StopReason.MAX_TURNS,
         reason="why", reward=math.nan, outcome_reward=-math.inf, filter_reason="zero_std", reward_terms={"a": 1 / 3, "": -0.0},
-        verdicts=[JudgeResult(judge="j", prompt="p 1", value=0.25, turn=0, wall_s=0.5, reasoning="Hm.")],
+        verdicts=[JudgeResult(judge="j", prompt="p 1", value=0.25, turn=0, wall_s=0.5, reasoning="Hm.", rule_score=0.5, is_reward=False)],
         wall_s=3.0, env_s=2.0, scoring_s=1.0,
     )  # fmt: skip
 
@@ -172,7 +172,7 @@ def test_every_field_is_carried() -> None:
 def test_other_fields_are_another_version() -> None:
     """The fields of all records equal those pinned for VERSION. A change requires a new VERSION."""
     now = {kind: " ".join(field.name for field in fields(kind)) for kind in FIELDS}
-    assert (VERSION, now) == (9, FIELDS), "records of before can no longer be read: raise rollout_codec.VERSION, and pin the fields here"
+    assert (VERSION, now) == (10, FIELDS), "records of before can no longer be read: raise rollout_codec.VERSION, and pin the fields here"
 
 
 def test_a_reader_may_do_without_pictures() -> None:
@@ -193,8 +193,8 @@ def test_numbers_of_others_become_ours() -> None:
 
 DAMAGED: dict[str, tuple[tuple, object]] = {
     "turns\\[0\\].action_start: 3: not within the span \\(2, 3\\)": (("turns", 0, "action_start"), 3),
-    "version: 1: this program reads 9": (("version",), 1),
-    "version: None: this program reads 9": (("version",), None),
+    "version: 1: this program reads 10": (("version",), 1),
+    "version: None: this program reads 10": (("version",), None),
     "rollout: \\['new'\\]: no such field": (("new",), 1),
     "rollout.reward: 'nan': not a number": (("reward",), "nan"),
     "rollout.reward: True: not a number": (("reward",), True),

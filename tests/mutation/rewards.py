@@ -403,6 +403,27 @@ MUTANTS = (
         "tests/rewards/test_answer_values.py -k contradict",
     ),
     Mutant(
+        "an audit's verdict becomes the reward",
+        "megatron_rl/rewards/accuracy.py",
+        "            await _or_none(_ask_judge(judge, reward_input, truth, answer, rules=found, is_reward=False))",
+        "            return await _ask_judge(judge, reward_input, truth, answer, rules=found, is_reward=False)",
+        "tests/rewards/test_judge_asked.py -k audit",
+    ),
+    Mutant(
+        "an audit hides a rejected key",
+        "megatron_rl/rewards/accuracy.py",
+        "    except AccessDenied:\n        raise\n    except InfraError:",
+        "    except InfraError:",
+        "tests/rewards/test_judge_asked.py -k rejected_key",
+    ),
+    Mutant(
+        "an audit compares answers that the rules leave undecided",
+        "megatron_rl/rewards/accuracy.py",
+        "rules.credit if rules is not None and rules.is_final else None",
+        "(rules.credit or 0.0) if rules is not None else None",
+        "tests/rewards/test_judge_asked.py -k audit",
+    ),
+    Mutant(
         "a reply keeps its lead-in",
         "megatron_rl/rewards/accuracy.py",
         "truth, answer, question = extract_answer(truth), extract_answer(answer), str(",

@@ -23,7 +23,8 @@ PLANTED_STEP, NUM_STEPS = 40, 80
 CLEAN = {
     "reward/mean": 0.5, "rollout/response_tokens": 100.0, "rollout/tool_use": 0.8, "rollout/zero_std_fraction": 0.4,
     "rollout/duplicate_fraction": 0.1, "policy/entropy": 0.5, "policy/kl_ref": 0.1, "policy/ppo_kl": 1e-3,
-    "rollout_mismatch/logprob_abs_diff": 2e-3, "judge/score": 0.6, "reward_r2/accuracy": 0.8, "reward_r2/format": 0.3,
+    "rollout_mismatch/logprob_abs_diff": 2e-3, "judge/score": 0.6, "judge/agreement": 0.9, "judge/audited": 16.0,
+    "reward_r2/accuracy": 0.8, "reward_r2/format": 0.3,
 }  # fmt: skip
 """Metrics of each step of a clean run."""
 HACKS: dict[str, tuple[dict[str, float], int]] = {
@@ -40,6 +41,7 @@ HACKS: dict[str, tuple[dict[str, float], int]] = {
     "entropy_collapses": ({"policy/entropy": 0.02}, 47),
     "duplicates_grow": ({"rollout/duplicate_fraction": 0.7}, 47),
     "judge_score_falls": ({"judge/score": 0.2, "reward/mean": 0.8}, 47),
+    "judge_agreement_falls": ({"judge/agreement": 0.5, "reward/mean": 0.8}, 47),
     # Evaluations are at 4, 9, ...: those at 44 and 49 are the first two in a row after the change.
     "held_out_falls": ({"eval/greedy_success": 0.5, "reward/mean": 0.8}, 49),
 }
@@ -99,7 +101,7 @@ def test_clean_runs_raise_nearly_nothing() -> None:
     for seed in range(100):
         lines = planted({}, noise=0.3, seed=seed, num_steps=100)
         for number, line in enumerate(lines):
-            line["judge/score"] = dice.binomial(128, 0.6) / 128
+            line |= {"judge/score": dice.binomial(128, 0.6) / 128, "judge/agreement": dice.binomial(16, 0.9) / 16, "judge/audited": 16.0}
             if number % 5 == 4:
                 line |= {"eval/greedy_success": dice.binomial(100, 0.8) / 100, "eval/greedy_episodes": 100.0}
             if seed % 2:
@@ -113,6 +115,21 @@ def test_clean_runs_raise_nearly_nothing() -> None:
 @pytest.mark.parametrize("name", NEED_NO_REWARD)
 def test_a_change_that_pays_is_no_alarm(name: str) -> None:
     assert raised(planted({**HACKS[name][0], "reward/mean": 0.8})) == []
+
+
+def test_the_agreement_of_judge_and_rules_falls_by_more_than_noise() -> None:
+    """Both windows have 160 audits, so four standard errors of the difference are about 0.175. A
+    fall by 0.185 with a rising reward is more, and a fall by 0.17 is less. With 16 audits in each
+    window, four standard errors are 0.566 for a fall by 0.2. With 16,000, a fall by 0.09 is
+    certain, and too small."""
+    late = {"reward/mean": 0.8}
+    assert raised(planted({**late, "judge/agreement": 0.715})) == [("judge_agreement_falls", 49)]
+    assert raised(planted({**late, "judge/agreement": 0.73})) == []
+    few = [{**line, "judge/audited": 1.6} for line in planted({**late, "judge/agreement": 0.7})]
+    many = [{**line, "judge/audited": 1600.0} for line in planted({**late, "judge/agreement": 0.81})]
+    assert raised(few) == [] and raised(many) == [] and raised(planted({"judge/agreement": 0.3})) == []
+    unaudited = [{**line, "judge/audited": 0.0} for line in planted({**late, "judge/agreement": 0.3})]
+    assert raised(unaudited) == []
 
 
 def test_a_term_that_was_always_alone_is_no_alarm() -> None:
@@ -239,6 +256,21 @@ def test_duplicates_are_counted_inside_groups() -> None:
     rollouts[0].verdicts = [JudgeResult(judge="j", prompt="p", value=value) for value in (0.25, 0.75)]
     rollouts[3].verdicts = [JudgeResult(judge="j", prompt="p", value=1.0)]
     assert group_metrics(rollouts)["judge/score"] == pytest.approx(2 / 3)
+
+
+def test_judge_and_rules_are_compared_in_audits() -> None:
+    """Five audits: scores of judge and rules are 1 and 0.8, 0 and 0.8, 1 and 0, 0 and 0, 0.5 and 1.
+
+    Three of them agree. The judge's score is the mean over the verdicts 1, 0.5 and 0 that are
+    rewards; the last of these was not audited.
+    """
+    audits = [(1.0, 0.8, True), (0.0, 0.8, False), (1.0, 0.0, False), (0.0, 0.0, False), (0.5, 1.0, True), (0.0, None, True)]
+    rollouts = [of_terms(group, 1.0, (7, 7)) for group in range(len(audits))]
+    for rollout, (value, by_rules, is_reward) in zip(rollouts, audits, strict=True):
+        rollout.verdicts = [JudgeResult(judge="j", prompt="p", value=value, rule_score=by_rules, is_reward=is_reward)]
+    found = {name: value for name, value in group_metrics(rollouts).items() if name.startswith("judge/")}
+    assert found == {"judge/score": 0.5, "judge/agreement": 0.6, "judge/audited": 5.0}
+    assert {name for name in group_metrics(rollouts[1:4]) if name.startswith("judge/")} == {"judge/agreement", "judge/audited"}
 
 
 ARMS = [(length, right) for length in (2, 4, 8, 16, 32) for right in (False, True)]

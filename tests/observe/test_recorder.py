@@ -172,7 +172,7 @@ def test_a_damaged_file_is_told_by_file_and_line(tmp_path: Path):
     assert "recursion" in refused("[" * 100_000)
     assert "not a rollout record" in refused([]) and "not a rollout record" in refused({**second, "new": 1})
     assert "step is '0'" in refused({**second, "step": "0"})
-    assert "version: 0: this program reads 9" in refused({**second, "rollout": {**second["rollout"], "version": 0}})
+    assert "version: 0: this program reads 10" in refused({**second, "rollout": {**second["rollout"], "version": 0}})
     for name in ("images/../../secret.png", "/etc/passwd", "images/.hidden.png", "../images/a.png", "images/a.png\n"):
         second["rollout"]["images"] = {"a": {"name": name, "grid": [1, 2, 4], "merge": 2}}
         assert "is not the name of an image" in refused(second)

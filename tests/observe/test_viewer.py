@@ -64,7 +64,7 @@ def rollout(sample: int, reward: float | None, *, step: int, said: str = "one", 
         stop_reason=StopReason.DONE if sample % 2 else StopReason.MAX_TURNS, reward_terms={"part": math.nan} if sample == 1 else {},
         verdicts=[
             JudgeResult(judge="j", prompt="evidence 2", value=0.25, turn=0),
-            JudgeResult(judge="<b>j", prompt="whole 1", value=1.0, wall_s=2.5, reasoning="<b>hm"),
+            JudgeResult(judge="<b>j", prompt="whole 1", value=1.0, wall_s=2.5, reasoning="<b>hm", rule_score=0.0, is_reward=False),
         ],
     )  # fmt: skip
 
@@ -220,7 +220,10 @@ def test_a_group_and_an_episode(client: TestClient) -> None:
     assert [image["key"] for image in one["first"]] == [picture(0, width=28, height=28).key]
     assert [image["key"] for image in one["turns"][0]["images"]] == [picture(1).key] and one["turns"][0]["tool_call"]["tool"] == "zoom"
     assert one["turns"][0]["tool_call"]["frame"] == [56, 80] and one["sequences"][0]["columns"]["entropies"][4:] == [0.75, 0.5]
-    assert one["verdicts"][1] == {"judge": "<b>j", "prompt": "whole 1", "value": 1.0, "turn": None, "wall_s": 2.5, "reasoning": "<b>hm"}
+    assert one["verdicts"][1] == {
+        "judge": "<b>j", "prompt": "whole 1", "value": 1.0, "turn": None, "wall_s": 2.5, "reasoning": "<b>hm", "rule_score": 0.0,
+        "is_reward": False,
+    }  # fmt: skip
     shown = client.get(f"/picture/run/{picture(1).key}.png")
     assert shown.headers["content-type"] == "image/png" and shown.content.startswith(b"\x89PNG")
     assert found(client, "curves")[1] == {"step": 1, "reward/mean": 0.5, "loss": None, "time/total": 2.0}
@@ -478,7 +481,7 @@ VIEWS = {
     ],
     "episode?run=run&step=0&row_index=1&color=entropies": [
         "judge j (evidence 2) 0.25",
-        "judge &lt;b&gt;j (whole 1) 1judged in 2.5 s&lt;b&gt;hm",
+        "judge &lt;b&gt;j (whole 1), not in the reward 1score of the rules 0judged in 2.5 s&lt;b&gt;hm",
         "generation 500 mstool 1.3 s",
         "6 tokens, entropy from 0.5 to 0.75",
     ],

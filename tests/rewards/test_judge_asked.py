@@ -4,9 +4,12 @@ counted. The server is a real HTTP server."""
 import asyncio
 import io
 import json
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import yaml
 from megatron_rl.config import JudgeSettings, RunSettings, Settings
 from megatron_rl.data.records import IMAGE_PLACEHOLDER
 from megatron_rl.distributed.world import World
+from megatron_rl.errors import AccessDenied
 from megatron_rl.observe.judge_stats import JudgeStats
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.progress import ProgressDisplay
@@ -83,9 +87,68 @@ def test_always_ask_asks_about_every_answer(always_ask: bool) -> None:
     assert judge.get_counts() == {"called": 4 if always_ask else 0, "cached": 0, "failed": 0}
 
 
-def test_always_ask_without_a_judge_is_refused() -> None:
-    with pytest.raises(ValueError, match="^task.judge.always_ask=True: no judge is configured; set task.judge.urls"):
-        JudgeSettings(always_ask=True)
+@pytest.mark.parametrize("always_ask", [False, True])
+def test_an_audit_asks_both_and_keeps_the_reward(always_ask: bool) -> None:
+    """With audit_fraction=1, both the rules and the judge decide on each answer. The judge rejects
+    every answer, and the rules leave "crimson" undecided."""
+    cases = {**SURE, "undecided": ("crimson", "red", "vstar"), "void": ("", "red", "vstar")}
+    found: dict[str, tuple[float, list[tuple[float | None, bool]]]] = {}
+
+    async def use(judge: Judge) -> None:
+        for name, (answer, truth, source) in cases.items():
+            payload = {"question": "?", "answer": truth, "data_source": source}
+            outcome = make_reward_input(turn(f"<answer>{answer}</answer>"), payload=payload, images=[])
+            score = await build_rubric("accuracy", judge=judge, tool_format="").score(outcome)
+            assert all(verdict.value == 0.0 for verdict in outcome.rollout.verdicts)
+            found[name] = score.reward, [(verdict.rule_score, verdict.is_reward) for verdict in outcome.rollout.verdicts]
+
+    with serve_judge(lambda _: make_completion('{"correct": false}')) as server:
+        run_judge(judge_settings(server, always_ask=always_ask, audit_fraction=1.0), use)
+    by_rules = {"text": 1.0, "choice": 0.0, "number": 1.0, "numeric": 0.8}
+    wanted = {name: (0.0 if always_ask else value, [(value, always_ask)]) for name, value in by_rules.items()}
+    assert found == {**wanted, "undecided": (0.0, [(None, True)]), "void": (0.0, [])}
+
+
+def test_an_audit_that_fails_is_left_out_and_a_rejected_key_is_not() -> None:
+    """An audit of a judge that is down changes neither reward nor status. HTTP 401 ends the run."""
+    status = [503]
+
+    async def use(judge: Judge) -> None:
+        outcome = make_reward_input(
+            turn("<answer>red</answer>"), payload={"question": "?", "answer": "red", "data_source": "vstar"}, images=[]
+        )
+        rubric = build_rubric("accuracy", judge=judge, tool_format="")
+        assert (await rubric.score(outcome)).reward == 1.0 and outcome.rollout.verdicts == []
+        status[:] = [401]
+        with pytest.raises(AccessDenied):
+            await rubric.score(outcome)
+
+    with serve_judge(lambda _: JudgeReply("busy", status=status[0])) as server:
+        run_judge(judge_settings(server, audit_fraction=1.0, max_attempts=1, outage_timeout_s=0.2), use)
+        assert len(server.bodies) == 2
+
+
+def test_the_fraction_of_audits_is_the_setting() -> None:
+    """Of 2,000 rollouts, a tenth is audited (within four standard deviations), always the same, and
+    none with the fraction 0."""
+    rollouts = [replace(make_rollout(number // 8, 0.0), sample_index=number % 8) for number in range(2000)]
+    judges = [Judge(JudgeSettings(model="qwen", cache="kept", audit_fraction=fraction)) for fraction in (0.0, 0.1, 0.1, 1.0)]
+    drawn = [[judge.is_audited(rollout) for rollout in rollouts] for judge in judges]
+    assert drawn[1] == drawn[2] and abs(sum(drawn[1]) - 200) <= 4 * math.sqrt(180) and (sum(drawn[0]), sum(drawn[3])) == (0, 2000)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"always_ask": True}, "task.judge.always_ask=True: no judge is configured; set task.judge.urls"),
+        ({"audit_fraction": 0.1}, "task.judge.audit_fraction=0.1: no judge is configured; set task.judge.urls"),
+        ({"audit_fraction": 1.1, "urls": ["http://j/v1"]}, "task.judge.audit_fraction=1.1: must be between 0 and 1"),
+        ({"audit_fraction": math.nan, "urls": ["http://j/v1"]}, "task.judge.audit_fraction=nan: must be between 0 and 1"),
+    ],
+)
+def test_settings_that_need_a_judge_are_refused_without_one(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        JudgeSettings(**settings)
 
 
 def test_what_was_asked_is_counted() -> None:

@@ -91,8 +91,9 @@ function boxOf(call) {
 }
 
 function verdicts(said) {
-  return said.flatMap(({ judge, prompt, value, wall_s, reasoning }) => [
-    el("div", { class: "facts" }, fact(`judge ${judge} (${prompt})`, number(value)), ...(wall_s ? [fact("judged in", duration(wall_s))] : [])),
+  return said.flatMap(({ judge, prompt, value, wall_s, reasoning, rule_score, is_reward }) => [
+    el("div", { class: "facts" }, fact(`judge ${judge} (${prompt})${is_reward ? "" : ", not in the reward"}`, number(value)),
+      ...(rule_score === null ? [] : [fact("score of the rules", number(rule_score))]), ...(wall_s ? [fact("judged in", duration(wall_s))] : [])),
     ...(reasoning ? [el("pre", {}, reasoning)] : [])]);
 }
 
