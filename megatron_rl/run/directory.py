@@ -71,7 +71,7 @@ MUTABLE_KEYS = (
     "task.judge.outage_timeout_s", "task.sandbox.url", "task.sandbox.token_file", "task.options.processes", "task.options.call_s",
     "task.listener.", "task.speaker.", "task.options.held_out_listeners.", "task.options.held_out_token_files.", "task.options.log",
     "task.options.sheets", "evaluation.urls", "evaluation.timeout_s", "evaluation.outage_timeout_s", "evaluation.max_attempts",
-    "evaluation.concurrency",
+    "evaluation.concurrency", "alarms.", "task.judge.audit_fraction",
 )  # fmt: skip
 """Names or prefixes of the settings that may change when a run resumes, because they do not affect
 the trained model.
