@@ -152,8 +152,8 @@ async def _or_none(scored: Awaitable[T]) -> T | None:
 
 
 def get_data_source(payload: Mapping[str, object]) -> str:
-    """Return the data source of the example, case-folded."""
-    return str(payload["data_source"]).casefold()
+    """Return the data source of the example, case-folded; empty if the payload has none."""
+    return str(payload.get("data_source", "")).casefold()
 
 
 def _reference(payload: Mapping[str, object]) -> str:

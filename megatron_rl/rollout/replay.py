@@ -4,6 +4,7 @@ With the settings and initial weights of the recorded run, training reproduces e
 and weight of that run, regardless of the trainer's parallel layout.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from megatron_rl.observe.rollout_store import num_rows, read_num_gen_batches, re
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.manager import GatherRolloutsFn
 from megatron_rl.rollout.scheduler import GenerationSettings, PromptScheduler
-from megatron_rl.types import Rollout
+from megatron_rl.types import Rollout, StopReason
 
 
 class RolloutReplay:
@@ -38,6 +39,7 @@ class RolloutReplay:
         episode_settings: EpisodeSettings,
     ) -> None:
         self._folder, self._gather, self._rank, self._size = folder, gather_rollouts, world.rank, world.size
+        self._warns_without_final_state = episode_settings.keeps_final_state and world.is_main
         self.scheduler = PromptScheduler(lambda: (), settings=generation_settings, episode_settings=episode_settings)
 
     def generate(self, step: int, *, is_enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
@@ -48,6 +50,7 @@ class RolloutReplay:
         """
         path = step_path(self._folder, step)
         rollouts = self._gather(raise_on_all_ranks(lambda: self._read_share(path)))
+        self._warn_without_final_state(path, rollouts)
         self.scheduler.num_generation_batches += read_num_gen_batches(path)
         is_enough(rollouts)
         return rollouts
@@ -56,6 +59,17 @@ class RolloutReplay:
         num = num_rows(path)
         mine = range(self._rank * num // self._size, (self._rank + 1) * num // self._size)
         return [without_training_columns(rollout) for rollout in read_rollouts(path, mine)]
+
+    def _warn_without_final_state(self, path: Path, rollouts: list[Rollout]) -> None:
+        """Print a warning, once per run, if truncated episodes cannot be bootstrapped."""
+        lacking = sum(each.stop_reason is StopReason.ENV_TRUNCATED and each.final_state is None for each in rollouts)
+        if lacking and self._warns_without_final_state:
+            self._warns_without_final_state = False
+            remedy = "record with algo.bootstrap_truncated=true"
+            print(
+                f"warning: {path}: {lacking} truncated episodes have no final state, so the value after their end is 0; {remedy}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
 
     def update_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Do nothing: no engine needs the weights."""

@@ -197,6 +197,20 @@ def test_places_are_left_out(text: str, shown: str) -> None:
     assert judge_prompt.IMAGE_PLACEHOLDER == IMAGE_PLACEHOLDER and remove_image_placeholders(text) == shown
 
 
+def test_an_example_without_a_data_source_is_judged() -> None:
+    """The payload of a user's own task may have no data source. Rules and judge decide as for an
+    unknown one."""
+
+    async def use(judge: Judge) -> None:
+        for answer, reward in (("red", 1.0), ("B", 0.0), ("crimson", 1.0)):
+            outcome = make_reward_input(turn(f"<answer>{answer}</answer>"), payload={"question": "?", "answer": "red"}, images=[])
+            assert (await build_rubric("accuracy", judge=judge, tool_format="").score(outcome)).reward == reward, answer
+
+    with serve_judge(lambda body: make_completion(json.dumps({"correct": "crimson" in body["messages"][1]["content"]}))) as server:
+        run_judge(make_judge_settings(server), use)
+        assert "crimson" in server.bodies[-1]["messages"][1]["content"]
+
+
 def test_the_question_that_a_judge_reads_has_no_place() -> None:
     async def use(judge: Judge) -> None:
         assert (await scored(judge, "crimson", question="<image>What color?")).reward == 1.0
