@@ -80,6 +80,9 @@ class ParallelSettings:
     """Pipeline-parallel size: number of stages over which the language model's layers are split."""
     vpp: int = 1
     """Number of model chunks per pipeline stage; a number above 1 uses the interleaved schedule."""
+    ep: int = 1
+    """Expert-parallel size: number of data-parallel ranks across which the experts of each layer
+    are divided. Requires a model with experts; it must divide the data-parallel size."""
     sequence_parallel: bool = False
     """Shard the activations between tensor-parallel layers along the sequence dimension. This saves
     memory; it requires parallel.tp above 1."""
@@ -114,6 +117,7 @@ class ParallelSettings:
         require(self.tp >= 1, "parallel.tp", self.tp, "must be at least 1")
         require(self.pp >= 1, "parallel.pp", self.pp, "must be at least 1")
         require(self.vpp >= 1, "parallel.vpp", self.vpp, "must be at least 1")
+        require(self.ep >= 1, "parallel.ep", self.ep, "must be at least 1")
         require(self.vpp == 1 or self.pp > 1, "parallel.vpp", self.vpp, "requires parallel.pp of at least 2")
         require_choice("parallel.recompute", self.recompute, ("none", "selective", "vision", "full"))
         require(self.recompute_num_layers >= 0, "parallel.recompute_num_layers", self.recompute_num_layers, "must not be negative")

@@ -7,7 +7,6 @@ first data-parallel replica, which has the largest part of the optimizer state.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -23,7 +22,7 @@ from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.checkpoint_merge import merged_parameters
-from megatron_rl.policy.optimizer import build_optimizer, wrap_with_grad_buffers
+from megatron_rl.policy.optimizer import build_optimizer, grad_buffers, wrap_with_grad_buffers
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.transformer import HeadConfig, ModelChunks, build_chunks
 
@@ -183,7 +182,7 @@ def measure_footprint(chunks: list[DistributedDataParallel], optimizer: Megatron
     Parameters that share a buffer are counted once, with the size of the whole buffer.
     """
     parameters = {storage._cdata: storage.nbytes() for chunk in chunks for p in chunk.parameters() for storage in [p.untyped_storage()]}
-    buffers = [buffer for chunk in chunks for buffer in cast("list[Any]", chunk.buffers)]  # a list, not the method of nn.Module
+    buffers = [buffer for chunk in chunks for buffer in grad_buffers(chunk)]
     parts = [p for group in optimizer.param_groups for p in group["params"]]
     own = {p.untyped_storage()._cdata: p for p in parts}
     return MemoryFootprint(

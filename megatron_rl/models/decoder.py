@@ -64,14 +64,13 @@ def _mlp_mappings(mcore: str, hf: str, stage: str) -> list[ParamMapping]:
 def _expert_mappings(mcore: str, hf: str, stage: str) -> list[ParamMapping]:
     """Return the mappings of a router [E, H] and of experts, [E, H, 2, F] and [E, F, H].
 
-    E experts have the intermediate size F. Tensor parallelism shards F.
+    E experts have the intermediate size F. Tensor parallelism shards F, expert parallelism E.
     """
+    gate_up = (f"{hf}experts.gate_up_proj",)
     return [
         ParamMapping(f"{mcore}router.weight", (f"{hf}gate.weight",), stage),
-        ParamMapping(
-            f"{mcore}experts.linear_fc1", (f"{hf}experts.gate_up_proj",), stage, fuse=unfold_gate_up, split=fold_gate_up, shard_dim=3
-        ),
-        ParamMapping(f"{mcore}experts.linear_fc2", (f"{hf}experts.down_proj",), stage, shard_dim=1),
+        ParamMapping(f"{mcore}experts.linear_fc1", gate_up, stage, fuse=unfold_gate_up, split=fold_gate_up, shard_dim=3, expert_dim=0),
+        ParamMapping(f"{mcore}experts.linear_fc2", (f"{hf}experts.down_proj",), stage, shard_dim=1, expert_dim=0),
     ]
 
 

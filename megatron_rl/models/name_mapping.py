@@ -61,6 +61,8 @@ class ParamMapping:
     """Function that splits the fused tensor into the Hugging Face tensors; inverse of `fuse`."""
     shard_dim: int | None = None
     """Dimension that tensor parallelism shards; None for a replicated parameter."""
+    expert_dim: int | None = None
+    """Dimension along which expert parallelism divides the experts; None for other parameters."""
     fuse_shards: bool = False
     """True if the Hugging Face tensors are sharded before they are fused, as gate and up are."""
     fused_norm: str = ""

@@ -147,13 +147,18 @@ class CheckpointMerge:
 
     def _find_threshold(self) -> float:
         """Return the smallest magnitude of a change that TIES merging keeps in this checkpoint."""
-        group = cast("dist.ProcessGroup", parallel_state.get_model_parallel_group())
-        own = [key for key, p in self._parameters.items() if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)]
+        group = cast("dist.ProcessGroup", parallel_state.get_expert_tensor_model_pipeline_parallel_group())
+        own = [key for key, p in self._parameters.items() if self._is_counted(key, p)]
         device = next(iter(self._chunks.parameters())).device
         num = torch.tensor(sum(self._count_entries(key) for key in own), device=device)
         dist.all_reduce(num, group=group)
         num_kept = max(1, int(self._settings.density * int(num)))
         return find_threshold(lambda: map(self._change, own), num_kept, group, device)
+
+    def _is_counted(self, key: str, parameter: nn.Parameter) -> bool:
+        """Return True on one of the ranks that hold the same entries of a parameter."""
+        is_first = self._chunks[0].layout.ep_rank == 0 or ".mlp.experts." in key
+        return is_first and param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
 
     def _count_entries(self, key: str) -> int:
         """Return the number of entries of a parameter without padding rows of the vocabulary."""

@@ -5,29 +5,40 @@ dispatcher gathers the tokens of the sequence-parallel ranks, each rank computes
 every expert, and a reduce-scatter adds up the results. The layer therefore requires sequence
 parallelism if tp > 1 (parallel.check_layout).
 
+Under expert parallelism, the dispatcher also gathers the tokens of the data-parallel ranks that
+divide the experts among themselves, and each rank computes its own experts for all of these tokens.
+The all-to-all dispatcher is not used, because with tensor parallelism it gathers different numbers
+of tokens, which gloo cannot do (torch 2.13, ProcessGroupGloo::allgather). These ranks must run the
+same number of micro-batches (pipeline.py).
+
 The experts of a layer are two parameters, in the orientation of released checkpoints: the name
 mapping, weight sync and checkpoints handle them like any other tensor, and a step needs two grouped
 matrix products instead of two per expert. The same code runs on a CPU and on a GPU.
 """
 
+import math
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
-from torch.nn.functional import grouped_mm, linear
+from torch.nn.functional import grouped_mm, linear, pad
 
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.fused import swiglu
+from megatron_rl.weights.stream import MegatronParameter
 
 
 class GroupedExperts(nn.Module):
-    """Gated MLPs of all experts of a layer; E experts with this rank's F columns of each.
+    """Gated MLPs of this rank's experts of a layer; E experts with this rank's F columns of each.
 
     The parameters are `linear_fc1` [E, H, 2, F], with gate before up, and `linear_fc2` [E, F, H].
     """
@@ -35,10 +46,14 @@ class GroupedExperts(nn.Module):
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__()
         assert config.moe_ffn_hidden_size is not None
-        self.tp_group = cast("Any", pg_collection).expt_tp
+        groups = cast("Any", pg_collection)
+        self.tp_group, self.ep_group, self.dp_group = groups.expt_tp, groups.ep, groups.expt_dp
         columns = config.moe_ffn_hidden_size // self.tp_group.size()
         self.linear_fc1 = nn.Parameter(torch.empty(num_local_experts, config.hidden_size, 2, columns, dtype=config.params_dtype))
         self.linear_fc2 = nn.Parameter(torch.empty(num_local_experts, columns, config.hidden_size, dtype=config.params_dtype))
+        if self.ep_group.size() > 1:
+            for parameter in self.parameters():
+                cast("MegatronParameter", parameter).allreduce = False
 
     def forward(self, x_MH: torch.Tensor, tokens_per_expert: torch.Tensor, weight_M: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the weighted outputs [M, H], and None in place of a bias.
@@ -53,12 +68,48 @@ class GroupedExperts(nn.Module):
         return grouped_mm((inner * weight_M[:, None]).to(x_MH.dtype), self.linear_fc2, offs=end_E), None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Return the sharded tensors of the experts for a checkpoint."""
-        assert metadata is not None
-        state, axes = self.state_dict(keep_vars=True), {"linear_fc1": 3, "linear_fc2": 1}
-        return make_sharded_tensors_for_checkpoint(
-            state, prefix, axes, sharded_offsets, tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"]
-        )
+        """Return the sharded tensors of the experts for a checkpoint.
+
+        A checkpoint has one tensor for all experts, so that it can be read with any layout.
+        """
+        assert not sharded_offsets, "layers are stored under separate keys"
+        experts = (0, self.ep_group.rank(), self.ep_group.size())
+        return {
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}", parameter, experts, (dim, self.tp_group.rank(), self.tp_group.size()),
+                replica_id=(0, 0, self.dp_group.rank()),
+            )
+            for name, parameter, dim in (("linear_fc1", self.linear_fc1, 3), ("linear_fc2", self.linear_fc2, 1))
+        }  # fmt: skip
+
+
+class PaddedTokenDispatcher(MoEAllGatherTokenDispatcher):
+    """Megatron's all-gather dispatcher for ranks with different numbers of tokens.
+
+    Each rank pads its tokens to the largest number of tokens. No expert is chosen for the padding.
+    """
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the padded tokens [N, H] and router weights [N, E]; collective over ep ranks."""
+        hidden_TH, probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
+        num_tokens = torch.tensor(len(hidden_TH), device=hidden_TH.device)
+        dist.all_reduce(num_tokens, dist.ReduceOp.MAX, group=self.ep_group)
+        rows = (0, 0, 0, int(num_tokens) - len(hidden_TH))
+        self.routing_map = pad(routing_map, rows)
+        return pad(hidden_TH, rows), pad(probs, rows)
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the outputs without padding, in the shape of the layer's input."""
+        return super().combine_postprocess(hidden_states[: math.prod(self.hidden_shape[:-1])])
+
+
+def pad_token_exchange(model: GPTModel) -> None:
+    """Let the layers with experts exchange tokens between ranks with different numbers of them."""
+    for layer in model.decoder.layers:
+        if layer.is_moe_layer:
+            cast("Any", layer.mlp).token_dispatcher.__class__ = PaddedTokenDispatcher
 
 
 class Router(TopKRouter):
@@ -78,8 +129,8 @@ def sparse_mlp_spec() -> ModuleSpec:
     return ModuleSpec(MoELayer, submodules=MoESubmodules(experts=ModuleSpec(GroupedExperts), router=Router))
 
 
-def expert_config(spec: ModelSpec) -> dict[str, Any]:
-    """Return Megatron's options for the experts; none for a dense model.
+def expert_config(spec: ModelSpec, ep: int) -> dict[str, Any]:
+    """Return Megatron's options for the experts with expert-parallel size `ep`; none without experts.
 
     There is no auxiliary loss: the router is trained by the policy loss alone.
     """
@@ -88,4 +139,5 @@ def expert_config(spec: ModelSpec) -> dict[str, Any]:
     return {
         "num_moe_experts": spec.experts.num_experts, "moe_router_topk": spec.experts.top_k, "moe_ffn_hidden_size": spec.experts.ffn_size,
         "moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": ep,
     }  # fmt: skip

@@ -53,6 +53,7 @@ def load_model(
     placement = ShardLocation(
         layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=layout.vpp,
         layers_per_chunk=spec.num_layers // (layout.pp * layout.vpp), fused_norms=uses_transformer_engine(lora),
+        ep_rank=layout.ep_rank, ep=layout.ep, tp_ep_group=layout.tp_ep_group,
     )  # fmt: skip
     source = open_source(Path(path), spec, key=key)
     if source.skipped and dist.get_rank() == 0:

@@ -15,7 +15,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 
 from megatron_rl.compat.megatron_cpu import with_megatron_on_cpu
 from megatron_rl.config import LoraSettings, OptimSettings, ParallelSettings
@@ -23,7 +22,7 @@ from megatron_rl.errors import NonFiniteValue
 from megatron_rl.policy.checkpoint_merge import CheckpointMerge
 from megatron_rl.policy.loss_metrics import nonfinite_error, read_metrics, reduce_metrics
 from megatron_rl.policy.offload import Offload
-from megatron_rl.policy.optimizer import build_optimizer, build_schedule, take_step, wrap_with_grad_buffers
+from megatron_rl.policy.optimizer import build_optimizer, build_schedule, grad_buffers, take_step, wrap_with_grad_buffers
 from megatron_rl.policy.optimizer_state import reset_optimizer_state
 from megatron_rl.policy.overlap import GradReduceOverlap
 from megatron_rl.policy.parallel import Layout
@@ -168,8 +167,8 @@ class Network:
 
     def _gradient_error(self) -> str:
         """Return an error message if a gradient of this rank is not finite, otherwise ''."""
-        buffers = [buffer.grad_data.norm() for chunk in self.model for buffer in cast("list[_ParamAndGradBuffer]", chunk.buffers)]
-        if not buffers or torch.stack(buffers).isfinite().all():
+        norms = [buffer.grad_data.norm() for chunk in self.model for buffer in grad_buffers(chunk)]
+        if not norms or torch.stack(norms).isfinite().all():
             return ""
         for name, parameter in self.chunks.named_parameters():
             if parameter.requires_grad and not cast("MegatronParameter", parameter).main_grad.isfinite().all():

@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, clip_grads, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
@@ -56,10 +57,19 @@ def wrap_with_grad_buffers(
     return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
 
 
+def grad_buffers(chunk: DistributedDataParallel) -> list[_ParamAndGradBuffer]:
+    """Return the gradient buffers of a chunk, including those of experts divided among ranks."""
+    buffers = cast("list[_ParamAndGradBuffer]", chunk.buffers)  # a list, not the method of nn.Module
+    return buffers + chunk.expert_parallel_buffers
+
+
 def build_optimizer(
     settings: OptimSettings, chunks: list[DistributedDataParallel], *, offload: bool, head_lr: float = 0.0
 ) -> ChainedOptimizer:
     """Build Megatron's distributed AdamW, with state sharded across data-parallel ranks.
+
+    Under expert parallelism, Megatron chains a second optimizer for the experts, with state sharded
+    across the ranks that hold the same experts. Both are clipped by one norm of all gradients.
 
     For bfloat16 parameters, the main weights and the moments are fp32. Parts of the model can have
     their own learning rates. Megatron's standard overrides (no weight decay for biases and norms)

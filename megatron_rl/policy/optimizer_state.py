@@ -109,10 +109,11 @@ def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tu
 
 
 def own_optimizers(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
-    """Return this rank's optimizer as a list; the list is empty if all parameters are frozen."""
-    parts = [part for part in cast("list[DistributedOptimizer]", optimizer.chained_optimizers) if not part.is_stub_optimizer]
-    assert len(parts) <= 1, "expected one distributed optimizer for all dense parameters"
-    return parts
+    """Return this rank's optimizers with trained parameters.
+
+    Under expert parallelism, the experts have an optimizer of their own.
+    """
+    return [part for part in cast("list[DistributedOptimizer]", optimizer.chained_optimizers) if not part.is_stub_optimizer]
 
 
 def init_moments(optimizer: ChainedOptimizer) -> None:

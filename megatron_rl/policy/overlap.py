@@ -56,7 +56,7 @@ class GradReduceOverlap:
         """
         with self._chunk.no_sync():
             yield
-        for group in self._chunk.bucket_groups:
+        for group in self._chunk.bucket_groups + self._chunk.expert_parallel_bucket_groups:
             group.is_last_microbatch = self._is_possible
 
     def _finalize(self, model: list[nn.Module], *arguments: Any, **options: Any) -> None:

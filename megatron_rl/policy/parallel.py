@@ -17,7 +17,7 @@ from megatron_rl.models.model_spec import EXPERT_MULTIPLE, ModelSpec
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """Parallel sizes, this rank's coordinates, and its tensor- and pipeline-parallel groups."""
+    """Parallel sizes, this rank's coordinates, and its process groups."""
 
     tp: int
     pp: int
@@ -27,6 +27,13 @@ class Layout:
     dp_rank: int
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
+    ep: int
+    ep_rank: int
+    ep_group: dist.ProcessGroup
+    """Data-parallel ranks that divide the experts among themselves."""
+    tp_ep_group: dist.ProcessGroup
+    """Ranks that together hold all experts of this stage; the tensor-parallel rank varies fastest.
+    """
     vpp: int
     """Number of model chunks per pipeline stage; if greater than 1, the pipeline is interleaved."""
     sequence_parallel: bool
@@ -85,6 +92,15 @@ def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int, 
         world_size % block == 0, "parallel.tp*parallel.pp", block,
         f"must divide the number of processes ({world_size}); set torchrun's --nproc_per_node to a multiple of {block}",
     )  # fmt: skip
+    _check_expert_parallelism(parallel.ep, model, world_size // block, model_label=model_label)
+
+
+def _check_expert_parallelism(ep: int, model: ModelSpec, dp: int, *, model_label: str) -> None:
+    """Raise ValueError unless `ep` divides the data-parallel size `dp` and the experts."""
+    require(ep == 1 or model.experts is not None, "parallel.ep", ep, f"needs a model with experts, and {model_label} has none; use 1")
+    require(dp % ep == 0, "parallel.ep", ep, f"must divide the data-parallel size ({dp}), the number of processes / (tp * pp)")
+    if model.experts is not None:
+        require_divisible("parallel.ep", ep, {"experts of a layer (num_experts)": model.experts.num_experts}, model_label=model_label)
 
 
 def sizes_cut_by_tp(model: ModelSpec) -> dict[str, int]:
@@ -128,7 +144,7 @@ def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
         virtual = parallel.vpp if parallel.vpp > 1 else None
         parallel_state.initialize_model_parallel(
             parallel.tp, parallel.pp, virtual, distributed_timeout_minutes=round_up_to_minutes(parallel.timeout_s),
-            create_gloo_process_groups=not is_fake_group(),
+            create_gloo_process_groups=not is_fake_group(), expert_model_parallel_size=parallel.ep,
         )  # fmt: skip
     seed_generators(seed)
     return Layout(
@@ -140,6 +156,10 @@ def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
         dp_rank=parallel_state.get_data_parallel_rank(),
         tp_group=cast("dist.ProcessGroup", parallel_state.get_tensor_model_parallel_group()),
         pp_group=cast("dist.ProcessGroup", parallel_state.get_pipeline_model_parallel_group()),
+        ep=parallel.ep,
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_group=cast("dist.ProcessGroup", parallel_state.get_expert_model_parallel_group()),
+        tp_ep_group=cast("dist.ProcessGroup", parallel_state.get_expert_tensor_and_model_parallel_group()),
         vpp=parallel.vpp,
         sequence_parallel=parallel.sequence_parallel,
         recompute=parallel.recompute,

@@ -73,14 +73,10 @@ class Pipeline:
     def run(self, batches: list[MicroBatch], on_hidden: Callable, *, forward_only: bool) -> list:
         """Run Megatron's forward/backward schedule over the micro-batches and return the results.
 
-        `on_hidden` runs on the last pipeline stage only, with the hidden states of rows_R. In an
-        interleaved pipeline, the number of micro-batches must be a multiple of pp. Empty
-        micro-batches are appended to reach a multiple, and the results of the empty micro-batches
-        are removed.
+        `on_hidden` runs on the last pipeline stage only, with the hidden states of rows_R. Results
+        of empty micro-batches, which `_pad` adds, are removed.
         """
-        lacking = -len(batches) % self.layout.pp if self.layout.vpp > 1 else 0
-        multiple = self.layout.tp if self.layout.sequence_parallel else 1
-        padded = batches + [empty_batch(multiple, device=self.device) for _ in range(lacking)]
+        num_before, padded = self._pad(batches)
 
         def forward_step(iterator: Iterator[MicroBatch], model: nn.Module) -> tuple[torch.Tensor, Callable]:
             batch = next(iterator)
@@ -101,7 +97,25 @@ class Pipeline:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-        return results[: len(batches)]
+        return results[num_before : num_before + len(batches)]
+
+    def _pad(self, batches: list[MicroBatch]) -> tuple[int, list[MicroBatch]]:
+        """Add empty micro-batches; return the number that precedes the batches, and all batches.
+
+        Under expert parallelism, every rank of an expert-parallel group takes part in each layer
+        with experts, so a rank with fewer micro-batches begins with empty ones. The last one then
+        still has gradients for all parameters, if any has (overlap.py). In an interleaved pipeline,
+        empty micro-batches at the end make the number a multiple of pp.
+        """
+        num_before = 0
+        if self.layout.ep > 1:
+            num = torch.tensor(len(batches), device=self.device)
+            dist.all_reduce(num, dist.ReduceOp.MAX, group=self.layout.ep_group)
+            num_before = int(num) - len(batches)
+        num_after = -(num_before + len(batches)) % self.layout.pp if self.layout.vpp > 1 else 0
+        multiple = self.layout.tp if self.layout.sequence_parallel else 1
+        before, after = ([empty_batch(multiple, device=self.device) for _ in range(num)] for num in (num_before, num_after))
+        return num_before, before + batches + after
 
     def load_image_patches(self, batch: MicroBatch) -> MicroBatch:
         """Return the batch with the patches of this rank's images added.

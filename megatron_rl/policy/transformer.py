@@ -26,7 +26,7 @@ from megatron_rl.models.mrope import interleave_sections
 from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.attention import PackedCoreAttention, Segments, SharedPromptParams
 from megatron_rl.policy.deepstack import DeepStack, add_to_layer, split_embeddings
-from megatron_rl.policy.experts import expert_config, sparse_mlp_spec
+from megatron_rl.policy.experts import expert_config, pad_token_exchange, sparse_mlp_spec
 from megatron_rl.policy.fused import fused_rms_norm, fused_swiglu, fuses_activation
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.lora import adapt_layers
@@ -113,11 +113,12 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
         bias_activation_fusion=fuses_activation(),
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **expert_config(spec),
+        **expert_config(spec, layout.ep),
         **spec.family.megatron_config,
     )
     # TransformerConfig rejects the all-gather dispatcher if micro-batches differ in length. Without
-    # expert parallelism, the ranks that exchange tokens always have the same number of them.
+    # expert parallelism, the ranks that exchange tokens always have the same number of them. With
+    # it, pad_token_exchange makes the numbers equal.
     config.moe_token_dispatcher_type = "allgather"
     return config
 
@@ -227,6 +228,8 @@ class ModelChunk(MegatronModule):
             for layer in self.language.decoder.layers:
                 if not layer.is_moe_layer:
                     cast("nn.Module", layer.mlp).__class__ = FusedMLP
+        if layout.ep > 1:
+            pad_token_exchange(self.language)
         self.vision = build_vision_tower(spec, layout, dtype, lora=lora) if self.pre_process else None
         for layer in range(spec.vision.num_deepstack_layers if self.pre_process else 0):
             self.language.decoder.layers[layer].register_forward_hook(partial(add_to_layer, layer), with_kwargs=True)

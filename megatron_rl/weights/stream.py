@@ -21,6 +21,7 @@ class MegatronParameter(nn.Parameter):
     sequence_parallel: bool
     tensor_model_parallel: bool
     average_gradients_across_tp_domain: bool
+    allreduce: bool
     main_grad: torch.Tensor
 
 
@@ -39,6 +40,12 @@ class ShardLocation:
     layers_per_chunk: int
     fused_norms: bool = False
     """True if norms are named as in the Transformer Engine spec (ParamMapping.fused_norm)."""
+    ep_rank: int = 0
+    ep: int = 1
+    """Number of ranks that divide the experts among themselves."""
+    tp_ep_group: dist.ProcessGroup | None = None
+    """Ranks that hold the shards of all experts, with the tensor-parallel rank varying fastest;
+    needed if ep > 1."""
 
     @property
     def tp(self) -> int:
@@ -65,6 +72,10 @@ class ShardLocation:
             layer = _layer(row)
             name = name.replace(f".layers.{layer}.", f".layers.{layer % self.layers_per_chunk}.", 1)
         return f"{chunk}.{name}"
+
+    def num_expert_shards(self, row: ParamMapping) -> int:
+        """Return the number of shards along the experts; 1 for other parameters."""
+        return 1 if row.expert_dim is None else self.ep
 
     def _place(self, row: ParamMapping) -> tuple[int, int]:
         """Return the pipeline stage that holds a parameter, and the chunk on that stage."""
@@ -124,8 +135,11 @@ def fill_parameters(
     left = dict(parameters)
     for row in _own_rows(rows, placement, parameters):
         parameter = left.pop(placement.local_name(row))
-        whole = [size * placement.tp if dim == row.shard_dim else size for dim, size in enumerate(parameter.shape)]
+        num_shards = {row.shard_dim: placement.tp, row.expert_dim: placement.ep}
+        whole = [size * num_shards.get(dim, 1) for dim, size in enumerate(parameter.shape)]
         value = row.to_mcore(tensors(row, torch.Size(whole)), placement.tp_rank, placement.tp)
+        if row.expert_dim is not None:
+            value = value.chunk(placement.ep, row.expert_dim)[placement.ep_rank]
         if value.shape != parameter.shape:
             shapes = f"shape {tuple(value.shape)} after conversion, but {row.mcore_name} has {tuple(parameter.shape)}"
             raise ValueError(f"{', '.join(row.hf_names)}: {shapes}")
@@ -152,8 +166,9 @@ class HfWeightIterator:
     """Streams the weights of a live model as full Hugging Face tensors, in a fixed order.
 
     Iteration is collective, and every rank receives all tensors. Parameters are gathered in
-    buckets. Each bucket requires one all-gather over the tensor-parallel ranks and one broadcast
-    from the pipeline stage that holds the bucket's parameters.
+    buckets. Each bucket requires one all-gather over the tensor-parallel ranks, or over the ranks
+    that hold the shards of all experts, and one broadcast from the pipeline stage that holds the
+    bucket's parameters.
     """
 
     def __init__(
@@ -194,20 +209,21 @@ class HfWeightIterator:
         for bucket in self.buckets:
             shards_by_row = self._gather(bucket)
             for row in bucket:
-                yield from zip(row.hf_names, row.to_hf(shards_by_row[row.mcore_name]), strict=True)
+                shards = self._join_experts(row, shards_by_row[row.mcore_name])
+                yield from zip(row.hf_names, row.to_hf(shards), strict=True)
 
     def _value(self, row: ParamMapping) -> torch.Tensor:
         """Return this rank's shard of a parameter, with adapters merged in."""
         return self.merged[row.mcore_name]() if row.mcore_name in self.merged else self.parameters[row.mcore_name].detach()
 
     def _gather(self, bucket: list[ParamMapping]) -> dict[str, list[torch.Tensor]]:
-        """Return the shards of each parameter in the bucket, in tensor-parallel rank order.
+        """Return the shards of each parameter in the bucket.
 
-        A replicated parameter has a single shard.
+        The tensor-parallel rank varies fastest. A replicated parameter has a single shard.
         """
-        owner = self.placement.owner_stage(bucket[0])
+        owner, num_expert_shards = self.placement.owner_stage(bucket[0]), self.placement.num_expert_shards(bucket[0])
         is_cut = bucket[0].shard_dim is not None
-        copies = self.placement.tp if is_cut else 1
+        copies = self.placement.tp * num_expert_shards if is_cut else 1
         if self.placement.pp == 1 and copies == 1:
             return {row.mcore_name: [self._value(row)] for row in bucket}
         sizes = [self.shapes[row.mcore_name].numel() for row in bucket]
@@ -215,7 +231,8 @@ class HfWeightIterator:
         if owner == self.placement.pp_rank:
             local = torch.cat([self._value(row).flatten() for row in bucket])
             if copies > 1:
-                dist.all_gather(list(flat.unbind(0)), local, group=self.placement.tp_group)
+                group = self.placement.tp_group if num_expert_shards == 1 else self.placement.tp_ep_group
+                dist.all_gather(list(flat.unbind(0)), local, group=group)
             else:
                 flat[0] = local
         if self.placement.pp > 1:
@@ -223,21 +240,30 @@ class HfWeightIterator:
         pieces = zip(bucket, flat.split(sizes, 1), strict=True)
         return {row.mcore_name: [piece.view(self.shapes[row.mcore_name]) for piece in part.unbind(0)] for row, part in pieces}
 
+    def _join_experts(self, row: ParamMapping, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensor-parallel shards of all experts, in tensor-parallel rank order."""
+        tp = self.placement.tp
+        if row.expert_dim is None or self.placement.ep == 1:
+            return shards
+        return [torch.cat(shards[tp_rank::tp], row.expert_dim) for tp_rank in range(tp)]
+
 
 def _buckets(rows: list[ParamMapping], shapes: dict[str, torch.Size], placement: ShardLocation, max_numel: int) -> list[list[ParamMapping]]:
     """Group the mappings into buckets with at most `max_numel` elements on this rank.
 
-    All parameters of a bucket have the same owner stage, and are either all sharded or all
-    replicated.
+    Experts of other ranks count as well, because they are gathered on this rank.
+    All parameters of a bucket have the same owner stage, are either all sharded or all replicated,
+    and have the same number of shards along the experts.
     """
     buckets: list[list[ParamMapping]] = []
-    kinds: dict[tuple[int, bool], tuple[list[ParamMapping], int]] = {}
+    kinds: dict[tuple[int, bool, int], tuple[list[ParamMapping], int]] = {}
     for row in rows:
-        kind = (placement.owner_stage(row), row.shard_dim is not None)
+        kind = (placement.owner_stage(row), row.shard_dim is not None, placement.num_expert_shards(row))
         bucket, numel = kinds.get(kind, ([], 0))
-        if bucket and numel + shapes[row.mcore_name].numel() > max_numel:
+        added = shapes[row.mcore_name].numel() * placement.num_expert_shards(row)
+        if bucket and numel + added > max_numel:
             buckets.append(bucket)
             bucket, numel = [], 0
         bucket.append(row)
-        kinds[kind] = (bucket, numel + shapes[row.mcore_name].numel())
+        kinds[kind] = (bucket, numel + added)
     return buckets + [bucket for bucket, _ in kinds.values()]

@@ -17,7 +17,7 @@ from tests.support.hf_reference import HfReference, relative_error
 
 pytestmark = pytest.mark.timeout(900)
 ALONE = ["1,1,1,0,none,moe"]
-TWO_PROCESSES = ["2,1,1,1,none,moe", "1,2,1,0,full,moe"]
+TWO_PROCESSES = ["2,1,1,1,none,moe", "1,2,1,0,full,moe", "1,1,1,0,none,ep2,moe"]
 LONG = {
     2: ["1,1,1,0,selective,moe", "2,1,1,1,selective,0.1,moe"],
     4: ["4,1,1,1,full,moe", "2,2,1,1,none,moe", "2,1,1,1,full,moe", "1,2,2,0,selective,moe", "2,2,2,1,full,moe"],

@@ -12,12 +12,13 @@ from megatron_rl.rollout.vllm.weight_receiver import checksum
 
 EXPERTS, HIDDEN, COLUMNS, TOKENS, TOP_K = 4, 16, 8, 5, 2
 GROUP = SimpleNamespace(size=lambda: 1)
+GROUPS = SimpleNamespace(expt_tp=GROUP, ep=GROUP, expt_dp=GROUP)
 
 
 def make_experts() -> GroupedExperts:
     torch.manual_seed(0)
     config = SimpleNamespace(moe_ffn_hidden_size=COLUMNS, hidden_size=HIDDEN, params_dtype=torch.float32)
-    experts = GroupedExperts(EXPERTS, config, SimpleNamespace(expt_tp=GROUP))
+    experts = GroupedExperts(EXPERTS, config, GROUPS)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.25)
     return experts

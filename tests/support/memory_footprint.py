@@ -6,11 +6,12 @@ import torch
 
 from megatron_rl.memory_plan.rank_shares import MemoryFootprint
 from megatron_rl.policy.network import Network
+from megatron_rl.policy.optimizer_state import own_optimizers
 
 
 def measure_footprint(network: Network) -> MemoryFootprint:
     trained = [p for p in network.chunks.parameters() if p.requires_grad]
-    state = network.optimizer.optimizer.state
+    state = {p: entry for part in own_optimizers(network.optimizer) for p, entry in part.optimizer.state.items()}
     parameters, main = _storages(network.chunks.parameters()), {p.untyped_storage().data_ptr(): p.nbytes for p in state}
     return MemoryFootprint(
         param_bytes=sum(parameters.values()),

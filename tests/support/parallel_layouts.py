@@ -3,7 +3,8 @@
     parallel_layouts.py MODELS OUT LAYOUT ...
 
 A layout is written as 4,2,2,1,full,tied: tp, pp, vpp, sequence parallelism, recomputation, model;
-or as 4,2,2,1,full,0.1,tied with the bucket size of exported weights in MiB.
+or as 4,2,2,1,full,0.1,tied with the bucket size of exported weights in MiB. The layout
+1,1,1,0,none,ep2,moe has the expert-parallel size 2.
 """
 
 import gc
@@ -47,14 +48,16 @@ class LayoutCase:
     vpp: int
     sequence_parallel: bool
     recompute: str
+    ep: int
     bucket_mib: float
     model: str
 
     @classmethod
     def parse(cls, text: str) -> "LayoutCase":
-        tp, pp, vpp, sequence_parallel, recompute, *bucket, model = text.split(",")
-        bucket_mib = float(bucket[0]) if bucket else EngineSettings().bucket_mib
-        return cls(int(tp), int(pp), int(vpp), bool(int(sequence_parallel)), recompute, bucket_mib, model)
+        tp, pp, vpp, sequence_parallel, recompute, *options, model = text.split(",")
+        ep = next((int(option.removeprefix("ep")) for option in options if option.startswith("ep")), 1)
+        bucket_mib = next((float(option) for option in options if not option.startswith("ep")), EngineSettings().bucket_mib)
+        return cls(int(tp), int(pp), int(vpp), bool(int(sequence_parallel)), recompute, ep, bucket_mib, model)
 
     def parallel_settings(self) -> ParallelSettings:
         """Return the parallel settings.
@@ -65,6 +68,7 @@ class LayoutCase:
             tp=self.tp,
             pp=self.pp,
             vpp=self.vpp,
+            ep=self.ep,
             sequence_parallel=self.sequence_parallel,
             recompute=self.recompute,
             log_probs_chunk_size=100,
@@ -156,6 +160,7 @@ def digest_parameters(policy: Policy) -> list[tuple[str, str]]:
         tied = policy.network.chunks[0].share_embeddings_and_output_weights
         what = local.replace("embedding.word_embeddings", "output_layer") if tied else local
         cut = f"tp{placement.tp_rank}" if parameter.tensor_model_parallel else ""
+        cut += f" ep{placement.ep_rank}" if ".mlp.experts." in local else ""
         found.append((f"{what} {place} {cut}", hashlib.sha256(parameter.detach().cpu().numpy().tobytes()).hexdigest()))
     return found
 
