@@ -50,8 +50,8 @@ class Variant:
     critic: CriticSettings | None = None
 
 
-EXPERTS = "experts"
-"""Variant for models with experts, used by tests/parity/test_experts.py."""
+EXPERTS, DIVIDED, DIVIDED_TWICE = "experts", "experts_ep2", "experts_tp2_ep2"
+"""Variants for models with experts, used by tests/parity/test_experts.py."""
 LAYOUTS = {
     "one": ParallelSettings(),
     "tp2": ParallelSettings(tp=2),
@@ -59,10 +59,14 @@ LAYOUTS = {
     "vpp2": ParallelSettings(pp=2, vpp=2),
     "dp2": ParallelSettings(),
     "tp2_sp": ParallelSettings(tp=2, sequence_parallel=True),
+    "ep2": ParallelSettings(ep=2),
+    "tp2_ep2": ParallelSettings(tp=2, ep=2, sequence_parallel=True),
 }
 VARIANTS = {
-    **{name: Variant(name) for name in LAYOUTS if name != "tp2_sp"},
+    **{name: Variant(name) for name in ("one", "tp2", "pp2", "vpp2", "dp2")},
     EXPERTS: Variant("tp2_sp"),
+    DIVIDED: Variant("ep2"),
+    DIVIDED_TWICE: Variant("tp2_ep2"),
     "tp2_bf16": Variant("tp2", {"dtype": "bfloat16"}),
     "tp2_lora": Variant("tp2", lora=LoraSettings(rank=4, dropout=0.1, targets=["attention", "mlp", "vision", "projector"])),
     "dp2_lora": Variant("dp2", lora=LoraSettings(rank=4, targets=["attention", "mlp", "vision", "projector"])),
@@ -191,9 +195,9 @@ def gather_by_megatron(policy: Policy) -> list[tuple[str, tuple[slice, ...], tor
     how = {"non_homogeneous_layers": True, "distrib_optim_fully_reshardable_mem_efficient": True}
     found = {}
     with megatron_on_cpu(), torch.no_grad():
-        for part in policy.network.optimizer.chained_optimizers:
+        for number, part in enumerate(policy.network.optimizer.chained_optimizers):
             if not part.is_stub_optimizer:
-                found |= part.sharded_param_state_fully_reshardable(sharded_weights(policy.network.chunks), False, how) or {}
+                found[number] = part.sharded_param_state_fully_reshardable(sharded_weights(policy.network.chunks), False, how) or {}
         apply_factories(found)
     return [(part.key, part.global_slice(), part.data.clone()) for part in nested_values(found)]
 
