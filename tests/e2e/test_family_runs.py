@@ -1,5 +1,6 @@
 """Short runs of Qwen2-VL (two ranks with half of the model and of a padded vocabulary each) and of
-Qwen3-VL, dense and with experts (one rank), with real engines and real weight updates.
+Qwen3-VL, dense and with experts (one rank; two ranks in tests marked long), with real engines and
+real weight updates.
 """
 
 from collections.abc import Callable
@@ -14,18 +15,21 @@ from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import SUPPORT
 from tests.support.indivisible_vocabulary import add_tokens
 
-CASES = [("qwen2_vl", 2), ("qwen3_vl", 1), ("qwen3_vl_moe", 1), pytest.param("qwen3_vl_moe", 2, marks=pytest.mark.long)]
+CASES = [
+    ("qwen2_vl", 2, "tp"), ("qwen3_vl", 1, "tp"), ("qwen3_vl_moe", 1, "tp"),
+    *(pytest.param("qwen3_vl_moe", 2, kind, marks=pytest.mark.long) for kind in ("tp", "ep")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "ranks"), CASES)
-def test_a_run_of_two_steps(family: str, ranks: int, torchrun: Callable[..., str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "ranks", "kind"), CASES)
+def test_a_run_of_two_steps(family: str, ranks: int, kind: str, torchrun: Callable[..., str], tmp_path: Path) -> None:
     """After the first update, which changes the policy by a large amount, the engine's logprobs
     still match the trainer's within 1e-4. The final folder loads in transformers without missing
     keys, and every tensor has changed by at least 1e-3.
     """
     make_checkpoint(tmp_path / "model", family=family, init="random", seed=1, vision_depth=3)
     model = add_tokens(tmp_path / "model", tmp_path / "odd") if ranks > 1 else tmp_path / "model"
-    torchrun(ranks, SUPPORT / "family_run.py", model, tmp_path / "run")
+    torchrun(ranks, SUPPORT / "family_run.py", model, tmp_path / "run", kind)
     first, second, _ = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert all(
         step["rollout_mismatch/logprob_abs_diff_max"] <= 1e-4 and step["grad_norm"] > 0 and step["rollout/failed"] == 0

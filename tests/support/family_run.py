@@ -1,7 +1,7 @@
-"""Two GRPO steps of a model of any family, tensor parallel over all ranks. Run by
+"""Two GRPO steps of a model of any family, tensor or expert parallel over all ranks. Run by
 test_family_runs.py.
 
-    python family_run.py MODEL_FOLDER RUN_FOLDER
+    python family_run.py MODEL_FOLDER RUN_FOLDER tp|ep
 """
 
 import os
@@ -24,11 +24,12 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.registry import Plugins
 
 if __name__ == "__main__":
-    model, folder, size = *sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1"))
+    model, folder, kind, size = *sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1"))
+    sequence = size > 1 and read_spec(model).experts is not None
     run(
         Settings(
             model=ModelSettings(path=model, min_pixels=12000, max_pixels=17000),
-            parallel=ParallelSettings(tp=size, sequence_parallel=size > 1 and read_spec(model).experts is not None),
+            parallel=ParallelSettings(ep=size) if kind == "ep" else ParallelSettings(tp=size, sequence_parallel=sequence),
             engine=EngineSettings(kv_cache_mib=32, max_model_len=512),
             algo=AlgoSettings(entropy_coef=0.1),
             optim=OptimSettings(lr=1e-2),
