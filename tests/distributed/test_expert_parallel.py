@@ -1,0 +1,59 @@
+"""Expert parallelism (parallel.ep) with two data-parallel ranks that have different numbers of
+micro-batches and of tokens, compared with whole experts on each rank.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
+from tests.conftest import SUPPORT
+from tests.support.expert_parallel_world import SHARES
+from tests.support.hf_reference import relative_error
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
+    folder = tmp_path_factory.mktemp("experts")
+    make_checkpoint(folder / "moe", family="qwen3_vl_moe", init="random", seed=1, vision_depth=2, layers=3)
+    torchrun(2, SUPPORT / "expert_parallel_world.py", folder / "moe", folder / "found.pt")
+    return torch.load(folder / "found.pt", weights_only=True)
+
+
+def test_each_rank_holds_half_of_the_experts(found: dict[str, dict]) -> None:
+    """Layer 1 is dense; two layers have eight experts."""
+    assert found["whole"]["shapes"] == [[(8, 96, 128)] * 2] * 2
+    assert found["divided"]["shapes"] == [[(4, 96, 128)] * 2] * 2
+
+
+@pytest.mark.parametrize("step", range(len(SHARES)), ids=list(SHARES))
+def test_uneven_ranks_compute_the_same(step: int, found: dict[str, dict]) -> None:
+    """Logprobs of each micro-batch, losses and gradient norms are those of whole experts, if a rank
+    has fewer micro-batches than the other or none.
+    """
+    whole, divided = found["whole"], found["divided"]
+    for theirs, ours in zip(whole["logprobs"][step], divided["logprobs"][step], strict=True):
+        assert [len(logprob_T) for logprob_T in ours] == [len(logprob_T) for logprob_T in theirs]
+        assert all((one - other).abs().max() <= 1e-5 for one, other in zip(theirs, ours, strict=True))
+    for key, value in whole["metrics"][step].items():
+        assert divided["metrics"][step][key] == pytest.approx(value, rel=1e-5, abs=1e-9), key
+
+
+def test_the_weights_after_all_updates(found: dict[str, dict]) -> None:
+    """Every tensor is that of whole experts, and with overlapped reductions every bit is equal.
+
+    Nothing is clipped, because Megatron sums the squares of the norm per bucket.
+    """
+    whole, divided, overlapped = (found[name]["weights"] for name in ("whole", "divided", "overlapped"))
+    assert max(relative_error(divided[name], tensor) for name, tensor in whole.items()) <= 1e-5
+    assert all(torch.equal(overlapped[name], tensor) for name, tensor in divided.items())
+
+
+def test_reductions_of_experts_overlap(found: dict[str, dict]) -> None:
+    """All buckets, also those of experts, are reduced early if both ranks have gradients for all
+    parameters in their last micro-batch; in the first update, Megatron counts gradients.
+    """
+    overlapped = found["overlapped"]
+    assert overlapped["buckets"] > found["divided"]["buckets"] == 2
+    assert overlapped["early"] == [[0, 0], [overlapped["buckets"]] * 2, [0, 0], [0, 0]]
