@@ -178,7 +178,9 @@ def _expert_saved_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsiz
     Each token has K rows, one per expert. A row consists of the input (H values, which are not
     divided by tp), the fused projection (2 F), the output of the activation function and its
     product with the router's weight (F each), and two indices. The router saves its input in fp32,
-    which in fp32 is the norm's output, and a few numbers per expert.
+    which in fp32 is the norm's output, and a few numbers per expert. Under expert parallelism, a
+    rank has the rows of its experts for the tokens of all ranks, which are as many if all experts
+    are chosen equally often; this is assumed here.
     """
     experts, hidden = model.experts, model.hidden_size
     assert experts is not None
@@ -191,12 +193,15 @@ def _expert_working_bytes(model: ModelSpec, parallel: ParallelSettings, *, items
     """Return the bytes per token of the gradients in the backward pass of the experts.
 
     For each row, these are the gradients of its output and input (H values each), of the fused
-    projection (2 F), and of the product with the router's weight, in fp32 as well.
+    projection (2 F), and of the product with the router's weight, in fp32 as well. Tokens of other
+    ranks are gathered, and their outputs are added up in fp32.
     """
     experts, hidden = model.experts, model.hidden_size
     assert experts is not None
     columns = experts.ffn_size / parallel.tp
-    exchanged = 2 * hidden * torch.float32.itemsize if parallel.tp > 1 else 0
+    exchanged = 2 * hidden * torch.float32.itemsize if parallel.tp * parallel.ep > 1 else 0
+    if parallel.ep > 1:
+        exchanged = parallel.ep * (exchanged + hidden * itemsize)
     return experts.top_k * ((2 * hidden + 4 * columns) * itemsize + 2 * columns * torch.float32.itemsize) + exchanged
 
 
@@ -207,7 +212,7 @@ def expert_gradient_bytes(model: ModelSpec, parallel: ParallelSettings, *, items
     """
     if model.experts is None:
         return 0
-    return 2 * model.experts.num_experts * model.hidden_size * model.experts.ffn_size // parallel.tp * itemsize
+    return 2 * model.experts.num_experts // parallel.ep * model.hidden_size * model.experts.ffn_size // parallel.tp * itemsize
 
 
 def flash_workspace_bytes(num_heads: float, head_dim: int) -> float:

@@ -201,7 +201,7 @@ def _plan_rank(
     unplanned += rank_share.teacher_output_bytes
     compared = _divergence_bytes(model, settings, itemsize=itemsize) if rank_share.teacher_output_bytes else 0
     step = 0 if parallel.offload_optimizer else held.moment_bytes // 2  # torch's AdamW allocates the roots of all second moments at once
-    largest = model.vocab_size * model.hidden_size * itemsize
+    largest = max(model.vocab_size * model.hidden_size, _num_params_of_expert_tensor(model)) * itemsize
     buckets = 2 * int(settings.engine.bucket_mib * 2**20) + largest
     playing, taking = (engine.budget_bytes, engine.weight_bytes) if settings.engine.mode == "colocated" else (0, 0)
     leaves = parallel.offload_params and settings.engine.mode == "colocated"
@@ -225,3 +225,8 @@ def _divergence_bytes(model: ModelSpec, settings: Settings, *, itemsize: int) ->
         return 0
     per_entry = 2 * itemsize + (distill.support == "top_k")
     return parallel.log_probs_chunk_size * model.vocab_size // parallel.tp * per_entry
+
+
+def _num_params_of_expert_tensor(model: ModelSpec) -> int:
+    """Return the size of gate_up_proj of all experts of a layer; 0 without experts."""
+    return 0 if model.experts is None else 2 * model.experts.num_experts * model.hidden_size * model.experts.ffn_size

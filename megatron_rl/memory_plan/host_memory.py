@@ -9,7 +9,7 @@ from megatron_rl.config import Settings
 from megatron_rl.dtypes import torch_dtype
 from megatron_rl.memory_plan.gpu_specs import GB, GPUS_PER_NODE, format_gb
 from megatron_rl.memory_plan.image_memory import plan_image_bytes
-from megatron_rl.memory_plan.rank_shares import ModelShare
+from megatron_rl.memory_plan.rank_shares import ModelShare, num_expert_params
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.checkpoint_merge import state_names
@@ -68,11 +68,13 @@ def plan_host_memory(
 
     `uses_sandbox` is True if the task runs code on the nodes of the engines.
     """
-    replicas, sandbox = world_size // len(rank_shares), settings.task.sandbox
+    replicas, sandbox, ep = world_size // len(rank_shares), settings.task.sandbox, settings.parallel.ep
     boxes = (sandbox.size * sandbox.memory_mib << 20) // settings.engine.tp if uses_sandbox else 0  # one pool per engine
     seen = plan_image_bytes(model, settings, world_size=world_size)
     plans = (_plan_rank_host_memory(share, settings, replicas=replicas, image_bytes=seen, sandbox_bytes=boxes) for share in rank_shares)
-    sent = sum(share.policy_footprint.param_bytes for share in rank_shares) if settings.engine.mode == "server" else 0
+    whole = sum(share.policy_footprint.param_bytes for share in rank_shares)
+    whole += num_expert_params(model) * (ep - 1) // ep * torch_dtype(settings.model.dtype).itemsize
+    sent = whole if settings.engine.mode == "server" else 0
     return replace(max(plans, key=lambda host: host.rank_bytes), published_weight_bytes=sent)
 
 
@@ -107,11 +109,12 @@ def _plan_rank_host_memory(
     merge_bytes, itemsize = _merge_state_bytes(rank_share, settings), torch_dtype(settings.model.dtype).itemsize
     start_bytes = 4 * rank_share.num_merged if settings.distill.merge.uses_ties else 0
     copies += rank_share.teacher_bytes + merge_bytes + start_bytes + itemsize * rank_share.num_merged
-    written = held.param_bytes // replicas + held.moment_bytes // 2 * 3  # policy/training_state.py; loading fills existing tensors
+    copies_of_experts = replicas // parallel.ep  # other parameters have more copies, so that the bytes are an upper bound
+    written = held.param_bytes // copies_of_experts + held.moment_bytes // 2 * 3  # policy/training_state.py; loading fills existing tensors
     # Without `background`, only data on the GPU is copied. Even with offloading, Megatron keeps
     # the main weights on the GPU.
-    far = held.param_bytes // replicas + held.moment_bytes // 2 * (1 if parallel.offload_optimizer else 3)
-    checkpoint = written + merge_bytes // replicas if settings.checkpoint.background else far
+    far = held.param_bytes // copies_of_experts + held.moment_bytes // 2 * (1 if parallel.offload_optimizer else 3)
+    checkpoint = written + merge_bytes // copies_of_experts if settings.checkpoint.background else far
     return HostMemoryPlan(
         optimizer_bytes=state, weight_copy_bytes=copies, checkpoint_bytes=checkpoint, image_bytes=image_bytes, sandbox_bytes=sandbox_bytes,
         teacher_hidden_bytes=_teacher_hidden_bytes(settings, replicas=replicas) if rank_share.teacher_output_bytes else 0,

@@ -20,7 +20,7 @@ from megatron_rl.config import LoraSettings, Settings
 from megatron_rl.dtypes import torch_dtype
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.name_mapping import padded_vocab
+from megatron_rl.models.name_mapping import is_expert_tensor, padded_vocab
 from megatron_rl.policy.checkpoint_merge import merged_parameters
 from megatron_rl.policy.optimizer import build_optimizer, grad_buffers, wrap_with_grad_buffers
 from megatron_rl.policy.parallel import Layout, build_layout
@@ -101,6 +101,11 @@ def compute_model_shares(model: ModelSpec, settings: Settings, *, world_size: in
         # and pads the vocabulary.
         found += [replace(share, tp_rank=tp_rank) for tp_rank in range(parallel.tp)]
     return found
+
+
+def num_expert_params(model: ModelSpec) -> int:
+    """Return the number of parameters of all experts; 0 for a model without experts."""
+    return sum(shape.numel() for name, shape in model.shapes().items() if is_expert_tensor(name))
 
 
 @contextmanager

@@ -12,12 +12,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+import torch
+
 from megatron_rl.algo.algorithms import needs_old_logprob_forward, needs_reference
 from megatron_rl.config import Settings
 from megatron_rl.dtypes import torch_dtype
 from megatron_rl.memory_plan.activations import trains_vision
 from megatron_rl.memory_plan.gpu_memory import MemoryPlan
 from megatron_rl.memory_plan.gpu_specs import GPU_SPECS, GPUS_PER_NODE, GpuSpec
+from megatron_rl.memory_plan.rank_shares import num_expert_params
 from megatron_rl.memory_plan.step_time_constants import (
     DEFAULT_CONSTANTS,
     MEASURED_CONSTANTS,
@@ -28,7 +31,6 @@ from megatron_rl.memory_plan.step_time_constants import (
 )
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.name_mapping import is_expert_tensor
 
 GRADIENT_BYTES, PARAMETER_BYTES = 4, 2
 """Bytes that a data-parallel rank sends per trained parameter.
@@ -146,12 +148,18 @@ def make_step_time_inputs(
 
     Trainable tensors that are replicated across tensor-parallel ranks are counted once per rank.
     """
-    trained = sum(rank.rank_share.num_trained_params for rank in memory_plan.ranks)
+    counts, ep = count_params(model), settings.parallel.ep
+    trained = sum(rank.rank_share.num_trained_params for rank in memory_plan.ranks) + num_trained_experts(settings, counts) * (ep - 1) // ep
     return StepTimeInputs(
-        model=model, param_counts=count_params(model), settings=settings, world_size=memory_plan.world_size,
+        model=model, param_counts=counts, settings=settings, world_size=memory_plan.world_size,
         cache_tokens=memory_plan.engine.cache_tokens,
         num_trained_params=trained, speeds=speeds,
     )  # fmt: skip
+
+
+def num_trained_experts(settings: Settings, counts: ParamCounts) -> int:
+    """Return the number of trained parameters of all experts."""
+    return 0 if settings.lora.rank or "language" in settings.model.frozen else counts.experts
 
 
 def estimate_step_seconds(inputs: StepTimeInputs) -> StepSeconds:
@@ -170,7 +178,7 @@ def count_params(model: ModelSpec) -> ParamCounts:
     An untied input embedding is a lookup and is not included in `language`.
     """
     counts = {name: math.prod(shape) for name, shape in model.shapes().items()}
-    num_experts = sum(count for name, count in counts.items() if is_expert_tensor(name))
+    num_experts = num_expert_params(model)
     unused = num_experts * (1 - model.experts.top_k / model.experts.num_experts) if model.experts else 0
     vision, total = sum(count for name, count in counts.items() if name.startswith("visual.")), sum(counts.values())
     looked_up = 0 if model.tie_word_embeddings else counts["model.embed_tokens.weight"]
@@ -285,6 +293,7 @@ def update_seconds(inputs: StepTimeInputs) -> dict[str, float]:
         "arithmetic": arithmetic,
         "stages": arithmetic * (parallel.pp - 1) / (micro_batches * parallel.vpp),
         "tensors": tensor_parallel_bytes(inputs, tokens) / inputs.link_bytes_per_s,
+        "experts": expert_parallel_bytes(inputs, tokens) / _expert_link_bytes_per_s(inputs),
         "gradients": num_updates * gradient_bytes(inputs) / gradient_link_bytes_per_s(inputs),
         "optimizer": num_updates * optimizer_seconds(inputs),
     }
@@ -343,19 +352,37 @@ def tensor_parallel_bytes(inputs: StepTimeInputs, tokens: float) -> float:
     return COLLECTIVES_PER_LAYER * model.num_layers / parallel.pp * passes * tokens / inputs.num_replicas * row
 
 
+def expert_parallel_bytes(inputs: StepTimeInputs, tokens: float) -> float:
+    """Return the bytes that a rank sends to its expert-parallel group in a step.
+
+    A layer with experts gathers the tokens of all ranks and adds up their outputs, in fp32. The
+    backward pass sends as much, and so does recomputation.
+    """
+    parallel, model, batch = inputs.settings.parallel, inputs.model, inputs.settings.batch
+    if model.experts is None:
+        return 0.0
+    passes = batch.epochs * (2 + recomputed_fraction(inputs)) + num_forward_passes_before_update(inputs)
+    row = model.hidden_size * (inputs.itemsize + torch.float32.itemsize) * (parallel.ep - 1)
+    return sum(model.experts.sparse_layers) / parallel.pp * passes * tokens / inputs.num_replicas * row
+
+
+def _expert_link_bytes_per_s(inputs: StepTimeInputs) -> float:
+    """Return the bandwidth within an expert-parallel group in bytes/s."""
+    parallel = inputs.settings.parallel
+    return inputs.link_bytes_per_s if parallel.tp * parallel.ep <= GPUS_PER_NODE else gradient_link_bytes_per_s(inputs)
+
+
 def gradient_bytes(inputs: StepTimeInputs) -> float:
     """Return the bytes that a rank sends to other replicas in one update.
 
-    The gradients are reduce-scattered and the weights are all-gathered.
+    The gradients are reduce-scattered and the weights are all-gathered, those of experts among the
+    ranks that hold the same experts.
     """
-    parallel = inputs.settings.parallel
-    return (
-        (GRADIENT_BYTES + PARAMETER_BYTES)
-        * inputs.num_trained_params
-        / (parallel.tp * parallel.pp)
-        * (inputs.num_replicas - 1)
-        / inputs.num_replicas
-    )
+    parallel, replicas = inputs.settings.parallel, inputs.num_replicas
+    experts = num_trained_experts(inputs.settings, inputs.param_counts)
+    others, same_experts = inputs.num_trained_params - experts, replicas / parallel.ep
+    sent = others * (replicas - 1) / replicas + experts / parallel.ep * (same_experts - 1) / same_experts
+    return (GRADIENT_BYTES + PARAMETER_BYTES) * sent / (parallel.tp * parallel.pp)
 
 
 def gradient_link_bytes_per_s(inputs: StepTimeInputs) -> float:
@@ -381,8 +408,13 @@ def optimizer_seconds(inputs: StepTimeInputs) -> float:
 
 def sync_bytes(inputs: StepTimeInputs) -> float:
     """Return the bytes of weights that a rank receives from other ranks in a weight sync."""
-    shards = inputs.settings.parallel.tp * inputs.settings.parallel.pp
-    return inputs.param_counts.total * inputs.itemsize * (1 - 1 / shards)
+    return (inputs.param_counts.total - num_held_params(inputs)) * inputs.itemsize
+
+
+def num_held_params(inputs: StepTimeInputs) -> float:
+    """Return the number of parameters on a rank."""
+    parallel, counts = inputs.settings.parallel, inputs.param_counts
+    return (counts.total - counts.experts * (1 - 1 / parallel.ep)) / (parallel.tp * parallel.pp)
 
 
 def weight_sync_seconds(inputs: StepTimeInputs) -> dict[str, float]:
@@ -392,12 +424,9 @@ def weight_sync_seconds(inputs: StepTimeInputs) -> dict[str, float]:
     the host before a rollout and back after it.
     """
     parallel = inputs.settings.parallel
-    shards = parallel.tp * parallel.pp
-    away = (
-        2 * (inputs.param_counts.total * inputs.itemsize + GRADIENT_BYTES * inputs.num_trained_params) / shards
-        if parallel.offload_params
-        else 0
-    )
+    on_other_ranks = num_trained_experts(inputs.settings, inputs.param_counts) * (1 - 1 / parallel.ep)
+    num_gradients = (inputs.num_trained_params - on_other_ranks) / (parallel.tp * parallel.pp)
+    away = 2 * (num_held_params(inputs) * inputs.itemsize + GRADIENT_BYTES * num_gradients) if parallel.offload_params else 0
     return {
         "weights": sync_bytes(inputs) / inputs.link_bytes_per_s,
         "tensors": inputs.param_counts.num_tensors * inputs.speeds.tensor_s,

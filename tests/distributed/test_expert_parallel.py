@@ -7,18 +7,26 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.config import ParallelSettings
+from megatron_rl.memory_plan.activations import _expert_working_bytes
+from megatron_rl.models.hf_config import read_spec
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import SUPPORT
-from tests.support.expert_parallel_world import SHARES
+from tests.support.expert_parallel_world import NUM_TOKENS, SHARES
 from tests.support.hf_reference import relative_error
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
     make_checkpoint(folder / "moe", family="qwen3_vl_moe", init="random", seed=1, vision_depth=2, layers=3)
-    torchrun(2, SUPPORT / "expert_parallel_world.py", folder / "moe", folder / "found.pt")
-    return torch.load(folder / "found.pt", weights_only=True)
+    return folder / "moe"
+
+
+@pytest.fixture(scope="module")
+def found(model: Path, torchrun) -> dict[str, dict]:  # noqa: ANN001
+    torchrun(2, SUPPORT / "expert_parallel_world.py", model, model / "found.pt")
+    return torch.load(model / "found.pt", weights_only=True)
 
 
 def test_each_rank_holds_half_of_the_experts(found: dict[str, dict]) -> None:
@@ -48,6 +56,17 @@ def test_the_weights_after_all_updates(found: dict[str, dict]) -> None:
     whole, divided, overlapped = (found[name]["weights"] for name in ("whole", "divided", "overlapped"))
     assert max(relative_error(divided[name], tensor) for name, tensor in whole.items()) <= 1e-5
     assert all(torch.equal(overlapped[name], tensor) for name, tensor in divided.items())
+
+
+def test_the_memory_of_a_layer_is_planned(found: dict[str, dict], model: Path) -> None:
+    """Both ranks together save the bytes of whole experts, because a token has as many rows. The
+    peak grows by half to all of what the plan adds for gathered tokens.
+    """
+    whole, divided = (found[name]["memory"] for name in ("whole", "divided"))
+    assert abs(sum(saved for saved, _ in divided) - sum(saved for saved, _ in whole)) <= 2 * NUM_TOKENS
+    planned = [NUM_TOKENS * _expert_working_bytes(read_spec(model), ParallelSettings(ep=ep), itemsize=4) for ep in (1, 2)]
+    grown = [peak - saved - (other_peak - other_saved) for (saved, peak), (other_saved, other_peak) in zip(divided, whole, strict=True)]
+    assert 0.5 * (planned[1] - planned[0]) <= max(grown) <= planned[1] - planned[0]
 
 
 def test_reductions_of_experts_overlap(found: dict[str, dict]) -> None:

@@ -35,6 +35,9 @@ class Seen:
     tp: list[int]
     pp: list[int]
     dp: list[int]
+    ep: list[int]
+    tp_ep: list[int]
+    expert_dp: list[int]
     num_made: int
 
 
@@ -83,17 +86,20 @@ def seen_by(rank: int, *, parallel: ParallelSettings, engine_tp: int, monkeypatc
             return Seen(
                 engine=engines.get_tp_group().ranks, tp=dist.get_process_group_ranks(layout.tp_group),
                 pp=dist.get_process_group_ranks(layout.pp_group),
-                dp=dist.get_process_group_ranks(parallel_state.get_data_parallel_group()), num_made=len(made),
+                dp=dist.get_process_group_ranks(parallel_state.get_data_parallel_group()),
+                ep=dist.get_process_group_ranks(layout.ep_group), tp_ep=dist.get_process_group_ranks(layout.tp_ep_group),
+                expert_dp=dist.get_process_group_ranks(parallel_state.get_expert_data_parallel_group()), num_made=len(made),
             )  # fmt: skip
 
 
-@pytest.mark.parametrize(("tp", "pp", "engine_tp"), [(2, 1, 1), (2, 2, 2), (4, 1, 1)])
-def test_every_rank_has_its_engine_and_its_neighbors(tp: int, pp: int, engine_tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tp", "pp", "ep", "engine_tp"), [(2, 1, 1, 1), (2, 2, 4, 2), (4, 1, 1, 1)])
+def test_every_rank_has_its_engine_and_its_neighbors(tp: int, pp: int, ep: int, engine_tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines and tensor-parallel groups are consecutive ranks, and a tensor-parallel group lies
     within one node of eight. Data-parallel ranks are tp apart, and pipeline stages are one pp-th of
-    the world apart.
+    the world apart. Expert-parallel ranks are adjacent data-parallel ranks, and ranks with the same
+    experts are tp * ep apart.
     """
-    parallel = ParallelSettings(tp=tp, pp=pp, sequence_parallel=tp > 1)
+    parallel = ParallelSettings(tp=tp, pp=pp, ep=ep, sequence_parallel=tp > 1)
     for rank in range(SIZE):
         seen = seen_by(rank, parallel=parallel, engine_tp=engine_tp, monkeypatch=monkeypatch)
         monkeypatch.undo()
@@ -101,5 +107,8 @@ def test_every_rank_has_its_engine_and_its_neighbors(tp: int, pp: int, engine_tp
         assert seen.engine == list(range(rank - rank % engine_tp, rank - rank % engine_tp + engine_tp))
         assert seen.tp == list(range(first, first + tp)) and len({each // 8 for each in seen.tp}) == 1
         assert seen.dp == list(range(rank // stage * stage + rank % tp, (rank // stage + 1) * stage, tp))
+        block = rank - rank % (tp * ep)
+        assert seen.tp_ep == list(range(block, block + tp * ep)) and seen.ep == seen.tp_ep[rank % tp :: tp]
+        assert seen.expert_dp == list(range(rank // stage * stage + rank % (tp * ep), (rank // stage + 1) * stage, tp * ep))
         assert seen.pp == [rank % stage + index * stage for index in range(pp)]
         assert seen.num_made <= MOST

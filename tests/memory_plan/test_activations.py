@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from megatron_rl.batching.minibatches import MAX_KV_RATIO
 from megatron_rl.compat.megatron_cpu import megatron_on_cpu
@@ -38,6 +36,7 @@ from megatron_rl.policy.transformer import build_chunks
 from megatron_rl.policy.vision import encode_patches
 from megatron_rl.types import MicroBatch
 from tests.support import gpu_kernel_stubs
+from tests.support.live_memory import Live, kept_by_autograd
 
 HIDDEN, VISION, PATCHES = 256, 160, 1024
 FROZEN = ["vision", "merger"]
@@ -127,49 +126,6 @@ def sharing(batch: MicroBatch) -> MicroBatch:
     offsets = [0, *range(224, 257, 4)]
     assert 224 + 8 * 228 == MAX_KV_RATIO * batch.num_tokens == MAX_KV_RATIO * offsets[-1]
     return replace(batch, cu_seqlens_S1=torch.tensor(offsets, dtype=torch.int32), offset_S1=offsets, prefix_S=[-1] + [0] * 8)
-
-
-def kept_by_autograd(model: nn.Module, forward) -> int:  # noqa: ANN001
-    """Return the bytes of distinct storages that a forward pass saves for the backward pass,
-    without parameters."""
-    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    with megatron_on_cpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        alive = forward()
-    del alive
-    return sum(storage.nbytes() for place, storage in kept.items() if place not in own)
-
-
-class Live(TorchDispatchMode):
-    """Tracks the current and the peak bytes of storages created inside the context.
-
-    Storages of `known` tensors do not count.
-    """
-
-    def __init__(self, known: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.seen = {tensor.untyped_storage()._cdata for tensor in known}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 (signature fixed by torch)
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.seen:
-                storage = tensor.untyped_storage()
-                self.seen.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
-        return result
-
-    def _drop(self, place: int, size: int) -> None:
-        self.seen.discard(place)
-        self.now -= size
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,31 @@ def test_layouts_that_would_compute_otherwise_are_refused() -> None:
         ValueError, match=r"^parallel.tp=4: does not divide the model's 98 groups of 8 rows of each expert \(moe_intermediate_size\)"
     ):
         check_layout(ParallelSettings(tp=4, sequence_parallel=True), spec, 4)
+
+
+@pytest.mark.parametrize(
+    ("ep", "world_size", "said"),
+    [
+        (2, 1, r"^parallel.ep=2: must divide the data-parallel size \(1\), the number of processes / \(tp \* pp\)$"),
+        (3, 4, r"^parallel.ep=3: must divide the data-parallel size \(4\)"),
+        (3, 3, r"^parallel.ep=3: does not divide the model's 4 experts of a layer \(num_experts\); use one of 1, 2, 4$"),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused(ep: int, world_size: int, said: str) -> None:
+    """Expert parallelism divides the data-parallel ranks and the experts."""
+    spec = parse_spec(stored_config(), folder="m", key="model.path")
+    check_layout(ParallelSettings(ep=4), spec, 8)
+    with pytest.raises(ValueError, match=said):
+        check_layout(ParallelSettings(ep=ep), spec, world_size)
+
+
+def test_expert_parallelism_needs_experts() -> None:
+    """A dense model, a teacher or critic among them, has nothing to divide."""
+    spec = replace(parse_spec(stored_config(), folder="m", key="model.path"), experts=None)
+    with pytest.raises(ValueError, match=r"^parallel.ep=2: needs a model with experts, and the teacher has none; use 1$"):
+        check_layout(ParallelSettings(ep=2), spec, 2, model_label="the teacher")
+    with pytest.raises(ValueError, match=r"^parallel.ep=0: must be at least 1$"):
+        ParallelSettings(ep=0)
 
 
 def test_adapters_on_experts_are_refused() -> None:

@@ -24,7 +24,8 @@ TWO_PROCESSES = ["2,1,1,1,none,moe", "1,2,1,0,full,moe", "1,1,1,0,none,ep2,moe"]
 LONG = {
     2: ["1,1,1,0,selective,moe", "2,1,1,1,selective,0.1,moe"],
     4: ["4,1,1,1,full,moe", "2,2,1,1,none,moe", "2,1,1,1,full,moe", "1,2,2,0,selective,moe", "2,2,2,1,full,moe",
-        "2,1,1,1,none,ep2,moe", "1,2,1,0,full,ep2,moe", "1,2,2,0,selective,ep2,moe", "1,1,1,0,selective,ep2,0.1,moe", "1,1,1,0,full,ep4,moe"],
+        "2,1,1,1,none,ep2,moe", "1,2,1,0,full,ep2,moe", "1,2,2,0,selective,ep2,moe", "1,1,1,0,selective,ep2,0.1,moe",
+        "1,1,1,0,full,ep4,moe"],
 }  # fmt: skip
 """Layouts of the test marked long. Four processes with tp 1 and pp 1 are four replicas."""
 

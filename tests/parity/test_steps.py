@@ -63,7 +63,9 @@ def test_three_steps_are_those_of_hf(world: None, family: str, tmp_path: Path) -
     before = {name: tensor.clone().double() for name, tensor in policy.hf_weights()}
     metrics = [policy.update(policy.pack(make_example_items(renderer), max_tokens=10_000), weighted_nll, step=step) for step in range(3)]
     change = {name: tensor.double() - before[name] for name, tensor in policy.hf_weights()}
-    check_steps({"loss": [m["loss"] for m in metrics], "grad_norm": [m["grad_norm"] for m in metrics], "change": change}, tmp_path / "model")
+    check_steps(
+        {"loss": [m["loss"] for m in metrics], "grad_norm": [m["grad_norm"] for m in metrics], "change": change}, tmp_path / "model"
+    )
 
 
 def check_steps(ours: dict, folder: Path) -> None:

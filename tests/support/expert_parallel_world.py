@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_rl.compat.megatron_cpu import megatron_on_cpu
 from megatron_rl.config import ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.distributed.world import all_gather_object, connect, read_world
 from megatron_rl.policy import optimizer
@@ -18,6 +19,7 @@ from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from tests.support.grad_reduce_overlap_world import record_early_reductions
+from tests.support.live_memory import Live, kept_by_autograd
 from tests.support.parallel_layouts import destroy_layout, make_example, weighted_nll
 
 SHARES = {
@@ -27,6 +29,8 @@ SHARES = {
     "none on rank 1": [[[1], [3]], [[]]],
 }
 """Numbers of the example's sequences, by rank and micro-batch."""
+NUM_TOKENS = 512
+"""Number of tokens of each rank for which memory is measured."""
 LAYOUTS = {
     "whole": ParallelSettings(),
     "divided": ParallelSettings(ep=2),
@@ -57,8 +61,25 @@ def run_updates(model: Path, parallel: ParallelSettings) -> dict[str, object]:
     weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     shapes = [tuple(p.shape) for name, p in policy.network.chunks.named_parameters() if name.endswith("experts.linear_fc2")]
     buckets = sum(len(buffer.buckets) for chunk in policy.network.model for buffer in optimizer.grad_buffers(chunk))
+    memory = None if parallel.overlap_grad_reduce else measure_layer(policy)
     destroy_layout(policy)
-    return {**found, "weights": weights, "shapes": all_gather_object(shapes), "buckets": buckets}
+    return {
+        **found, "weights": weights, "shapes": all_gather_object(shapes), "buckets": buckets, "memory": all_gather_object(memory),
+    }  # fmt: skip
+
+
+def measure_layer(policy: Policy) -> tuple[int, int]:
+    """Return the bytes that autograd saves in a layer with experts, and the peak of a forward and a
+    backward pass.
+    """
+    (chunk,), generator = policy.network.model, torch.Generator().manual_seed(dist.get_rank())
+    experts = policy.network.chunks[0].language.decoder.layers[0].mlp
+    hidden = torch.randn(NUM_TOKENS, 1, policy.spec.hidden_size, generator=generator).requires_grad_()
+    saved = kept_by_autograd(experts, lambda: experts(hidden)[0])
+    live = Live([hidden, *chunk.parameters(), *(buffer.grad_data for buffer in optimizer.grad_buffers(chunk))])
+    with megatron_on_cpu(), live:
+        experts(hidden)[0].sum().backward()
+    return saved, live.peak
 
 
 def main() -> None:
