@@ -166,11 +166,12 @@ def unplanned_bytes(settings: Settings) -> int:
     part in a collective operation on GPU tensors. Megatron uses three groups in every update, even
     if they have only one rank: data-parallel (gradients and weights), pipeline (the last broadcast)
     and optimizer (the norm of the gradients). The other groups are used only if they have more than
-    one rank: the tensor-parallel group, the world group (between pipeline stages) and the engine's
-    groups.
+    one rank: the tensor-parallel group, the world group (between pipeline stages), the engine's
+    groups, and with parallel.ep the group that counts tokens, the one that exchanges them, and the
+    one of ranks with the same experts.
     """
     parallel = settings.parallel
-    num_groups = 3 + sum(size > 1 for size in (parallel.tp, parallel.pp, settings.engine.tp))
+    num_groups = 3 + sum(size > 1 for size in (parallel.tp, parallel.pp, settings.engine.tp)) + 3 * (parallel.ep > 1)
     return CUDA_CONTEXT_BYTES + LIBRARY_BYTES + COMMUNICATOR_BYTES * num_groups
 
 

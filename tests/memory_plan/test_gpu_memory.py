@@ -33,6 +33,7 @@ from megatron_rl.memory_plan.gpu_memory import RankMemoryPlan, largest_micro_bat
 from megatron_rl.memory_plan.host_memory import HostMemoryPlan
 from megatron_rl.memory_plan.image_memory import plan_image_bytes
 from megatron_rl.memory_plan.rank_shares import MemoryFootprint, ModelShare, compute_model_shares
+from megatron_rl.memory_plan.step_time import make_step_time_inputs
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.policy.network import TrainingSettings
@@ -135,6 +136,31 @@ def test_the_optimizer_is_divided_by_the_replicas(random_model: Path) -> None:
         <= one.total_footprint.grad_bytes - alone.total_footprint.main_weight_bytes
     )
     assert one.total_footprint.moment_bytes == 2 * one.total_footprint.main_weight_bytes
+
+
+def test_divided_experts_are_planned(tmp_path: Path) -> None:
+    """With ep 2, a rank of two has half of the experts, and their gradients. The whole model has as
+    many trained parameters, and as many bytes are published to servers.
+    """
+    make_checkpoint(tmp_path / "moe", family="qwen3_vl_moe", init="random", seed=1, vision_depth=3)
+    model, plain = (
+        read_spec(tmp_path / "moe"),
+        replace(settings_for(tmp_path / "moe"), engine=EngineSettings(mode="server", urls=["http://h:1"])),
+    )
+    plans = [
+        plan_gpu_memory(model, replace(plain, parallel=ParallelSettings(ep=ep), plan=PlanSettings(gpu="h100")), world_size=2)
+        for ep in (1, 2)
+    ]
+    whole, divided = (plan.ranks[0].rank_share for plan in plans)
+    half = sum(math.prod(shape) for name, shape in model.shapes().items() if ".experts." in name) // 2
+    assert whole.num_params - divided.num_params == whole.num_trained_params - divided.num_trained_params == half > 0
+    kinds = ("param_bytes", "grad_bytes")
+    assert all(getattr(whole.total_footprint, kind) - getattr(divided.total_footprint, kind) == 4 * half for kind in kinds)
+    assert divided.total_footprint.moment_bytes == pytest.approx(whole.total_footprint.moment_bytes, rel=0.01)
+    assert plans[0].host.published_weight_bytes == plans[1].host.published_weight_bytes == whole.total_footprint.param_bytes
+    layouts = [replace(plain, parallel=ParallelSettings(ep=ep)) for ep in (1, 2)]
+    one, other = (make_step_time_inputs(model, layout, plan) for layout, plan in zip(layouts, plans, strict=True))
+    assert one.num_trained_params == other.num_trained_params
 
 
 def test_the_largest_micro_batches_by_hand() -> None:
@@ -393,3 +419,5 @@ def test_unplanned_bytes_grow_with_the_groups_in_use(tp: int, pp: int, engine_tp
     communicates."""
     settings = Settings(parallel=ParallelSettings(tp=tp, pp=pp), engine=EngineSettings(tp=engine_tp))
     assert unplanned_bytes(settings) == 1_000_000_000 + groups * 500_000_000
+    divided = Settings(parallel=ParallelSettings(tp=tp, pp=pp, ep=2), engine=EngineSettings(tp=engine_tp))
+    assert unplanned_bytes(divided) == unplanned_bytes(settings) + 3 * 500_000_000, "ep, tp with ep, and copies of an expert"

@@ -27,8 +27,10 @@ from megatron_rl.memory_plan.step_time import (
     checkpoint_seconds,
     count_params,
     decode_step_seconds,
+    expert_parallel_bytes,
     gradient_bytes,
     gradient_link_bytes_per_s,
+    num_forward_passes_before_update,
     num_read_params,
     num_trained_tokens,
     optimizer_seconds,
@@ -322,6 +324,34 @@ def test_experts_are_counted_as_they_are_used() -> None:
     assert num_read_params(case, 1) == pytest.approx(counts.language)
     assert num_read_params(case, 2) == pytest.approx(rest + experts * (1 - (120 / 128) ** 2))
     assert num_read_params(case, 10_000) == pytest.approx(rest + experts)
+
+
+def test_divided_experts_by_hand() -> None:
+    """Qwen3-VL-30B-A3B with tp 2 and ep 4 on 16 ranks: eight replicas, of which two hold the same
+    experts. A rank has 1/2 of the other parameters and 1/8 of the experts.
+    """
+    model = load_known_spec("Qwen/Qwen3-VL-30B-A3B-Instruct")
+    counts, experts = count_params(model), 48 * 128 * 3 * 2048 * 768
+    settings = Settings(
+        model=ModelSettings(path=SEVEN, dtype="bfloat16"), run=RunSettings(dir="there"), plan=PlanSettings(gpu="h100"),
+        parallel=ParallelSettings(tp=2, ep=4, sequence_parallel=True),
+    )  # fmt: skip
+    case = StepTimeInputs(
+        model=model, param_counts=counts, settings=settings, world_size=16, cache_tokens=1, num_trained_params=counts.total,
+        speeds=DEFAULT_CONSTANTS,
+    )  # fmt: skip
+    others = counts.total - experts
+    assert gradient_bytes(case) == pytest.approx((4 + 2) * (others / 2 * 7 / 8 + experts / 8 * 1 / 2))
+    assert sync_bytes(case) == pytest.approx(2 * (others / 2 + experts * 7 / 8))
+    passes = 2 + num_forward_passes_before_update(case)
+    assert expert_parallel_bytes(case, 800) == pytest.approx(48 * passes * 100 * 2048 * (2 + 4) * 3)
+    again = expert_parallel_bytes(with_settings(case, parallel={"recompute": "full"}), 800)
+    assert again == pytest.approx(expert_parallel_bytes(case, 800) * (passes + 1) / passes)
+    assert expert_parallel_bytes(with_settings(case, parallel={"ep": 1}), 800) == 0
+    assert update_seconds(case)["experts"] > 0
+    away = weight_sync_seconds(with_settings(case, parallel={"offload_params": True}))["offload"]
+    whole = weight_sync_seconds(with_settings(case, parallel={"offload_params": True, "ep": 1}))["offload"]
+    assert away / whole == pytest.approx((others / 2 + experts / 8) / (counts.total / 2))
 
 
 def test_every_constant_says_where_it_comes_from() -> None:
