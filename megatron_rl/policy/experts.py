@@ -20,7 +20,6 @@ import math
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -86,17 +85,19 @@ class GroupedExperts(nn.Module):
 class PaddedTokenDispatcher(MoEAllGatherTokenDispatcher):
     """Megatron's all-gather dispatcher for ranks with different numbers of tokens.
 
-    Each rank pads its tokens to the largest number of tokens. No expert is chosen for the padding.
+    Each rank pads its tokens to `num_rows`. No expert is chosen for the padding.
     """
+
+    num_rows: int
+    """The same number on all ranks, and at least the number of tokens of each (set_num_rows)."""
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the padded tokens [N, H] and router weights [N, E]; collective over ep ranks."""
+        """Return the padded tokens [num_rows, H] and router weights [num_rows, E]."""
         hidden_TH, probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
-        num_tokens = torch.tensor(len(hidden_TH), device=hidden_TH.device)
-        dist.all_reduce(num_tokens, dist.ReduceOp.MAX, group=self.ep_group)
-        rows = (0, 0, 0, int(num_tokens) - len(hidden_TH))
+        assert len(hidden_TH) <= self.num_rows, "call set_num_rows before the pass"
+        rows = (0, 0, 0, self.num_rows - len(hidden_TH))
         self.routing_map = pad(routing_map, rows)
         return pad(hidden_TH, rows), pad(probs, rows)
 
@@ -109,7 +110,19 @@ def pad_token_exchange(model: GPTModel) -> None:
     """Let the layers with experts exchange tokens between ranks with different numbers of them."""
     for layer in model.decoder.layers:
         if layer.is_moe_layer:
-            cast("Any", layer.mlp).token_dispatcher.__class__ = PaddedTokenDispatcher
+            dispatcher = cast("Any", layer.mlp).token_dispatcher
+            dispatcher.__class__, dispatcher.num_rows = PaddedTokenDispatcher, 0
+
+
+def set_num_rows(chunks: nn.Module, num_rows: int) -> None:
+    """Set the number of tokens to which each rank pads in all layers with experts.
+
+    The number must stay the same until the backward pass ends, because recomputation exchanges the
+    tokens again.
+    """
+    for module in chunks.modules():
+        if isinstance(module, MoELayer):
+            cast("PaddedTokenDispatcher", module.token_dispatcher).num_rows = num_rows
 
 
 class Router(TopKRouter):

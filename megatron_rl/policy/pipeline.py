@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_rl.batching.packing import empty_batch
 from megatron_rl.compat.megatron_cpu import with_megatron_on_cpu
+from megatron_rl.policy.experts import set_num_rows
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import ImagePatchFn, attach_patches, prefetch
 from megatron_rl.policy.transformer import ModelChunks
@@ -104,16 +105,18 @@ class Pipeline:
 
         Under expert parallelism, every rank of an expert-parallel group takes part in each layer
         with experts, so a rank with fewer micro-batches begins with empty ones. The last one then
-        still has gradients for all parameters, if any has (overlap.py). In an interleaved pipeline,
-        empty micro-batches at the end make the number a multiple of pp.
+        still has gradients for all parameters, if any has (overlap.py). The ranks agree on the
+        largest micro-batch once per pass, to which the layers pad what they exchange. In an
+        interleaved pipeline, empty micro-batches at the end make the number a multiple of pp.
         """
-        num_before = 0
+        num_before, multiple = 0, self.layout.tp if self.layout.sequence_parallel else 1
         if self.layout.ep > 1:
-            num = torch.tensor(len(batches), device=self.device)
-            dist.all_reduce(num, dist.ReduceOp.MAX, group=self.layout.ep_group)
-            num_before = int(num) - len(batches)
+            largest = torch.tensor([len(batches), max((batch.num_tokens for batch in batches), default=multiple)], device=self.device)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.layout.ep_group)
+            num_batches, num_tokens = largest.tolist()
+            num_before = num_batches - len(batches)
+            set_num_rows(self.chunks, num_tokens // multiple)
         num_after = -(num_before + len(batches)) % self.layout.pp if self.layout.vpp > 1 else 0
-        multiple = self.layout.tp if self.layout.sequence_parallel else 1
         before, after = ([empty_batch(multiple, device=self.device) for _ in range(num)] for num in (num_before, num_after))
         return num_before, before + batches + after
 

@@ -15,6 +15,7 @@ from megatron_rl.compat.megatron_cpu import megatron_on_cpu
 from megatron_rl.config import ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.distributed.world import all_gather_object, connect, read_world
 from megatron_rl.policy import optimizer
+from megatron_rl.policy.experts import set_num_rows
 from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
@@ -74,6 +75,7 @@ def measure_layer(policy: Policy) -> tuple[int, int]:
     """
     (chunk,), generator = policy.network.model, torch.Generator().manual_seed(dist.get_rank())
     experts = policy.network.chunks[0].language.decoder.layers[0].mlp
+    set_num_rows(experts, NUM_TOKENS)
     hidden = torch.randn(NUM_TOKENS, 1, policy.spec.hidden_size, generator=generator).requires_grad_()
     saved = kept_by_autograd(experts, lambda: experts(hidden)[0])
     live = Live([hidden, *chunk.parameters(), *(buffer.grad_data for buffer in optimizer.grad_buffers(chunk))])
