@@ -111,14 +111,19 @@ class Pipeline:
         """
         num_before, multiple = 0, self.layout.tp if self.layout.sequence_parallel else 1
         if self.layout.ep > 1:
-            largest = torch.tensor([len(batches), max((batch.num_tokens for batch in batches), default=multiple)], device=self.device)
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.layout.ep_group)
-            num_batches, num_tokens = largest.tolist()
+            num_batches, num_tokens = self._largest_sizes(batches, at_least=multiple)
             num_before = num_batches - len(batches)
             set_num_rows(self.chunks, num_tokens // multiple)
         num_after = -(num_before + len(batches)) % self.layout.pp if self.layout.vpp > 1 else 0
         before, after = ([empty_batch(multiple, device=self.device) for _ in range(num)] for num in (num_before, num_after))
         return num_before, before + batches + after
+
+    def _largest_sizes(self, batches: list[MicroBatch], *, at_least: int) -> tuple[int, int]:
+        """Return the largest number of micro-batches, and of tokens of one, on the ep ranks."""
+        largest = torch.tensor([len(batches), max((batch.num_tokens for batch in batches), default=at_least)], device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.layout.ep_group)
+        num_batches, num_tokens = largest.tolist()
+        return num_batches, num_tokens
 
     def load_image_patches(self, batch: MicroBatch) -> MicroBatch:
         """Return the batch with the patches of this rank's images added.

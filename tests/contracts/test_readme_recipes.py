@@ -42,7 +42,9 @@ def facts_of(name: str) -> Facts:
         spec, settings, world_size=plan.world_size, has_values=has_critic(settings), uses_sandbox=uses_sandbox(settings)
     )
     peak, usable = max(rank.peak_bytes for rank in planned.ranks) / 1e9, 0.9 * GPU_SPECS[plan.gpu].memory_bytes / 1e9
-    model = settings.model.path.removeprefix("Qwen/Qwen2.5-VL-").removesuffix("-Instruct") + (" LoRA" if settings.lora.rank else "")
+    model = settings.model.path.removeprefix("Qwen/Qwen2.5-VL-").removeprefix("Qwen/").removesuffix("-Instruct") + (
+        " LoRA" if settings.lora.rank else ""
+    )
     return Facts(model, f"{plan.world_size} x {plan.gpu.upper()}", f"{peak:.1f} of {usable:.1f}", needs_of(settings))
 
 

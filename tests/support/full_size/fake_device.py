@@ -17,6 +17,7 @@ from torch.nn.attention import varlen  # noqa: F401 (registers the operators of 
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from megatron_rl.models.model_spec import ModelSpec
 from tests.support.cuda.device import NUM_FRAMES, OUR_CODE
 from tests.support.cuda.flash_attention import allocate_workspace
 
@@ -30,8 +31,10 @@ UNSUPPORTED = (torch.ops.c10d.reduce_scatter_tensor_coalesced_.default, torch.op
 class FakeGpu(TorchDispatchMode):
     """Counts the bytes of storages on "cuda" and the waits of the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: ModelSpec) -> None:
+        """Create the mode. The tokens choose each of the model's experts equally often."""
         super().__init__()
+        self._experts = model.experts
         self.live = self.peak = self.backward_peak = 0
         self.waits: Counter[str] = Counter()
         """Waits by operation and calling places, as tests.support.cuda.device.waits."""
@@ -63,7 +66,7 @@ class FakeGpu(TorchDispatchMode):
             return self._pin(torch.empty_like(args[0]))
         is_pinned = kwargs.pop("pin_memory", None)
         self._find_waits(func, args, kwargs, on_device)
-        out = func(*args, **kwargs)
+        out = self._select(*args) if func is aten.masked_select.default else func(*args, **kwargs)
         if is_pinned:
             self._pin(out)
         if func is BACKWARD:
@@ -72,6 +75,12 @@ class FakeGpu(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                 self._count(tensor, func)
         return out
+
+    def _select(self, values: torch.Tensor, mask_EN: torch.Tensor) -> torch.Tensor:
+        """Return the entries of the tokens [N] that chose the E experts of this rank."""
+        assert self._experts is not None
+        num_experts, num_tokens = mask_EN.shape
+        return values.new_empty(num_tokens * self._experts.top_k * num_experts // self._experts.num_experts)
 
     def _read_number(self, tensor: torch.Tensor) -> float:
         """Answer an item read: 1 for a number, True for a check, 0 for an integer on the host."""

@@ -4,6 +4,9 @@ kernels do: their results, the tensors for the backward pass, and no temporary t
 On a GPU, tests/gpu/test_memory_on_gpu.py and test_fused_on_gpu.py confirm these sizes.
 """
 
+from types import FunctionType
+from typing import cast
+
 import torch
 from megatron.core.fusions import fused_bias_swiglu
 
@@ -60,9 +63,13 @@ def logit_gradient(logits_RV: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(logits_RV)
 
 
+LOGPROB_FUNCTIONS = {"_row_peak": row_peak, "_row_sums": row_sums, "_logit_gradient": logit_gradient, "_row_sum_exp": row_peak}
+"""Replacements of the compiled functions of policy/logprobs.py, by name."""
+
+
 def install() -> None:
     """Replace the kernels, for the rest of this process."""
     fused.rms_norm = lambda x, _, weight, eps: Norm.apply(x, weight)
     fused._rotate_on_gpu = Rotation.apply
     fused_bias_swiglu.swiglu, fused.swiglu_gradient = swiglu, swiglu_gradient
-    logprobs._COMPILED = (row_peak, row_sums, logit_gradient)
+    logprobs._COMPILED = tuple(LOGPROB_FUNCTIONS[cast("FunctionType", function).__name__] for function in logprobs._EAGER)

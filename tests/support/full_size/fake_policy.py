@@ -1,6 +1,7 @@
 """The parts of a real policy that need numbers, a checkpoint or other ranks, for FakeTensors."""
 
 from collections.abc import Callable
+from functools import partialmethod
 from types import SimpleNamespace
 
 import torch
@@ -12,14 +13,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.policy import load_model, network, policy, vision
-from megatron_rl.types import Image
+from megatron_rl.policy import load_model, network, pipeline, policy, vision
+from megatron_rl.policy.patches import ImagePatchFn
+from megatron_rl.policy.pipeline import Pipeline
+from megatron_rl.types import MicroBatch
 from tests.support.full_size.fake_device import FakeGpu
 
 
-def make_patches(image: Image) -> torch.Tensor:
-    """Return the patches of an image of 14-pixel patches, two frames and three channels."""
-    return torch.empty(image.num_patches, 3 * 2 * 14 * 14)
+def patches_of(model: ModelSpec) -> ImagePatchFn:
+    """Return a function that makes the patches of an image, with three channels."""
+    size = 3 * model.vision.temporal_patch_size * model.vision.patch_size**2
+    return lambda image: torch.empty(image.num_patches, size)
 
 
 def install(model: ModelSpec, gpu: FakeGpu, *, hidden_shape: list[int], is_last_stage: bool) -> None:
@@ -34,8 +38,10 @@ def install(model: ModelSpec, gpu: FakeGpu, *, hidden_shape: list[int], is_last_
     source = SimpleNamespace(skipped=[], read=lambda name: torch.empty(shapes[name], dtype=torch.bfloat16))
     load_model.open_source = lambda *_, **__: source
     policy.can_share_prompts = lambda *_: True  # its check compares numbers
+    pipeline.Pipeline._largest_sizes = partialmethod(read_sizes, gpu)
     policy.HfWeightIterator = lambda *_, **__: None  # an export asks the other stages for their shapes
-    network.prefetch = lambda make, items: map(make, items)
+    assert "prefetch" in vars(pipeline), "prefetch has moved, and would run in a thread"
+    pipeline.prefetch = lambda make, items: map(make, items)
     dist.all_gather_object = lambda found, given, group=None: found.__setitem__(slice(None), [given] * len(found))
     if not is_last_stage:
         network.reduce_metrics = lambda *_, **__: {}  # the last stage has the numbers
@@ -81,6 +87,12 @@ def convert_parameters(module: nn.Module, fn: Callable[[torch.Tensor], torch.Ten
             if buffer is not None:
                 part._buffers[name] = fn(buffer)
     return module
+
+
+def read_sizes(pipeline: Pipeline, gpu: FakeGpu, batches: list[MicroBatch], *, at_least: int) -> tuple[int, int]:
+    """Return the sizes of this rank's micro-batches, as if those of the others were equal."""
+    gpu.record("copy to host")
+    return len(batches), max(at_least, *(batch.num_tokens for batch in batches))
 
 
 def _ones(shape: tuple[int, ...]) -> object:

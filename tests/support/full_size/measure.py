@@ -25,6 +25,7 @@ from megatron_rl.models.known_models import HUB_IDS, make_released_config
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.patches import ImagePatchFn
 from megatron_rl.policy.policy import Policy
 from megatron_rl.registry import has_critic
 from megatron_rl.training_batch import compute_logprobs_and_values
@@ -46,19 +47,19 @@ def measure(settings: Settings, *, stage: int, kind: str) -> dict[str, object]:
         (Path(folder) / "config.json").write_text(json.dumps(make_released_config(size, family=family)))
         model, settings.model.path = read_spec(Path(folder)), folder
         batch = pack_one(KINDS[kind](model, settings), model, settings)
-        gpu, mode, parallel = FakeGpu(), FakeTensorMode(allow_non_fake_inputs=True), settings.parallel
+        gpu, mode, parallel = FakeGpu(model), FakeTensorMode(allow_non_fake_inputs=True), settings.parallel
         hidden_shape = [batch.num_tokens // (parallel.tp if parallel.sequence_parallel else 1), 1, model.hidden_size]
         fake_policy.install(model, gpu, hidden_shape=hidden_shape, is_last_stage=stage == parallel.pp - 1)
         fake_kernels.install()
         world = settings.plan.world_size
         with fake_process_group(stage * world // parallel.pp, size=world), mode, gpu:
-            policy, critic = build(settings)
+            policy, critic = build(settings, fake_policy.patches_of(model))
             batches = [on_fake_device(batch, mode) for _ in range(parallel.pp + 1)]
             found = run(settings, policy, critic, batches, gpu)
     return {"tokens": batch.num_tokens, "image_tokens": sum(image.num_tokens for image in batch.images), **found}
 
 
-def build(settings: Settings) -> tuple[Policy, Critic | None]:
+def build(settings: Settings, patches: ImagePatchFn) -> tuple[Policy, Critic | None]:
     """Build the policy, and the critic if it has its own backbone, as megatron_rl.build does."""
     layout, num_steps, has_values = build_layout(settings.parallel, seed=0), 10, has_critic(settings)
     is_own = settings.critic.backbone == "own"
@@ -67,10 +68,10 @@ def build(settings: Settings) -> tuple[Policy, Critic | None]:
         training=TrainingSettings(parallel=settings.parallel, optim=settings.optim, num_steps=num_steps, lora=settings.lora),
         special_tokens=SpecialTokens(image_token_id=IMAGE_TOKEN_ID, banned_ids=[IMAGE_TOKEN_ID]), temperature=settings.algo.temperature,
         keep_reference=needs_reference(settings.algo), bucket_mib=settings.engine.bucket_mib,
-        critic=settings.critic if has_values and not is_own else None, patches=fake_policy.make_patches,
+        critic=settings.critic if has_values and not is_own else None, patches=patches,
     )  # fmt: skip
     has_own = has_values and is_own
-    return policy, build_critic(settings, layout, patches=fake_policy.make_patches, num_steps=num_steps) if has_own else None
+    return policy, build_critic(settings, layout, patches=patches, num_steps=num_steps) if has_own else None
 
 
 def run(settings: Settings, policy: Policy, critic: Critic | None, batches: list[MicroBatch], gpu: FakeGpu) -> dict[str, object]:
