@@ -22,6 +22,7 @@ CASES = [
     ("qwen3_vl", 2, TWO_PROCESSES),
     pytest.param("qwen2_vl", 2, TWO_PROCESSES, marks=pytest.mark.long),
     pytest.param("qwen3_vl_moe", 2, TWO_PROCESSES, marks=pytest.mark.long),
+    pytest.param("qwen3_vl_moe", 2, "1,1,1,0,full,ep2,tied", marks=pytest.mark.long),
 ]
 
 

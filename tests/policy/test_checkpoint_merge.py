@@ -93,6 +93,20 @@ def test_another_layout_goes_on_with_a_saved_merge(kind: str, results: dict[str,
     assert max((again["next"][name] - expected[name]).abs().max().item() for name in changed) <= 1e-6
 
 
+@pytest.mark.long
+def test_divided_experts_are_merged(tmp_path: Path, torchrun) -> None:  # noqa: ANN001
+    """With the experts divided between two ranks, the trim of TIES counts each entry once; tensor
+    parallelism goes on with the merge.
+    """
+    make_checkpoint(tmp_path / "moe", family="qwen3_vl_moe", init="random", seed=1, vision_depth=2, layers=3)
+    layouts = ("1,1,1,0,none,ep2,full", "2,1,1,1,none,full")
+    torchrun(2, SUPPORT / "merge_layouts.py", tmp_path / "moe", tmp_path, *layouts)
+    found = {"full": tuple(torch.load(tmp_path / f"{layout}.pt") for layout in layouts)}
+    for method in MERGES:
+        test_a_merge_is_the_textbooks("full", method, found)
+    test_another_layout_goes_on_with_a_saved_merge("full", found)
+
+
 def test_the_threshold_is_the_kth_largest_magnitude() -> None:
     """Numbers of all magnitudes, with equal ones, zeros and subnormal ones among them."""
     generator = torch.Generator().manual_seed(0)
