@@ -35,6 +35,15 @@ def test_each_rank_holds_half_of_the_experts(found: dict[str, dict]) -> None:
     assert found["divided"]["shapes"] == [[(4, 96, 128)] * 2] * 2
 
 
+def test_the_experts_of_all_ranks_are_sent(found: dict[str, dict]) -> None:
+    """The weights that engines receive are those of the model folder, bit for bit, on both ranks. A
+    flipped bit in the last rank's last expert is sent by both.
+    """
+    before, after = found["divided"]["sent"]
+    assert before == [[], []]
+    assert after == [[("model.layers.2.mlp.experts.down_proj", [[7, 95, 127]])]] * 2
+
+
 @pytest.mark.parametrize("step", range(len(SHARES)), ids=list(SHARES))
 def test_uneven_ranks_compute_the_same(step: int, found: dict[str, dict]) -> None:
     """Logprobs of each micro-batch, losses and gradient norms are those of whole experts, if a rank

@@ -19,6 +19,7 @@ from megatron_rl.policy.experts import set_num_rows
 from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tests.support.grad_reduce_overlap_world import record_early_reductions
 from tests.support.live_memory import Live, kept_by_autograd
 from tests.support.parallel_layouts import destroy_layout, make_example, weighted_nll
@@ -50,7 +51,7 @@ def run_updates(model: Path, parallel: ParallelSettings) -> dict[str, object]:
         training=TrainingSettings(parallel=parallel, optim=OptimSettings(lr=0.02, eps=5e-3, clip_grad=1e9), num_steps=len(SHARES)),
         special_tokens=renderer.special_tokens,
     )  # fmt: skip
-    found: dict[str, list] = {"logprobs": [], "metrics": [], "early": []}
+    found: dict[str, list] = {"logprobs": [], "metrics": [], "early": [], "sent": find_sent_changes(policy, HfTensors(model))}
     for step, ranks in enumerate(SHARES.values()):
         batches = policy.pack_local([[[contexts[number] for number in part] for part in mine] for mine in ranks])
         found["logprobs"].append(all_gather_object([logprob_T.cpu() for logprob_T in policy.logprobs(batches)]))
@@ -67,6 +68,20 @@ def run_updates(model: Path, parallel: ParallelSettings) -> dict[str, object]:
     return {
         **found, "weights": weights, "shapes": all_gather_object(shapes), "buckets": buckets, "memory": all_gather_object(memory),
     }  # fmt: skip
+
+
+def find_sent_changes(policy: Policy, stored: HfTensors) -> list:
+    """Return the (name, positions) of tensors that are sent with other bits than they have in the
+    model folder: on both ranks, before and after the last rank's last expert has one flipped bit.
+    """
+    found = []
+    (weight,) = (p for name, p in policy.network.chunks.named_parameters() if name.endswith("layers.2.mlp.experts.linear_fc2"))
+    for _ in range(2):
+        bits = ((name, tensor.view(torch.int32) != stored.read(name).view(torch.int32)) for name, tensor in policy.hf_weights())
+        found.append(all_gather_object([(name, differs.nonzero().tolist()) for name, differs in bits if differs.any()]))
+        if dist.get_rank() == dist.get_world_size() - 1:
+            weight.data[-1, -1, -1].view(torch.int32).bitwise_xor_(1)
+    return found
 
 
 def measure_layer(policy: Policy) -> tuple[int, int]:
