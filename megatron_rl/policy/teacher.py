@@ -122,13 +122,14 @@ class Teacher:
         hidden: list[torch.Tensor] = []
 
         def logprob_R(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> torch.Tensor:
-            if self._divergence is not None:
+            if self._divergence is not None and len(rows_R):
                 hidden.append(_copy_to_host(hidden_RH))
             return self._distribution(self.logits, hidden_RH, batch.target_T[rows_R])[0]
 
         with self._model.loaded():
             results = self._model.pipeline.forward_only(batches, logprob_R)
-        for batch, hidden_RH in zip(batches, hidden, strict=False):  # an interleaved pipeline appends empty micro-batches
+        # Only the last stage has hidden states, and empty micro-batches that a pipeline adds have none.
+        for batch, hidden_RH in zip((batch for batch in batches if len(batch.row_R)), hidden, strict=False):
             batch.teacher_hidden_RH = hidden_RH
         return [logprob_1T[0] for logprob_1T in results]
 
@@ -141,7 +142,7 @@ class Teacher:
             return None
         assert self._output_VH is not None
         hidden_RH = batch.teacher_hidden_RH
-        if hidden_RH is None:  # a micro-batch that an interleaved pipeline appends has no sampled tokens
+        if hidden_RH is None:  # the micro-batch has no sampled tokens
             hidden_RH = self._output_VH.new_zeros(0, self._output_VH.shape[1])
         hidden_RH = hidden_RH.to(self._output_VH.device, non_blocking=True)
         return TeacherComparison(hidden_RH=hidden_RH, head=self.logits, divergence=self._divergence)
