@@ -94,4 +94,18 @@ MUTANTS = (
         "    return row + max",
         "tests/memory_plan/test_activations.py -k decoder_layer_keeps",
     ),
+    Mutant(
+        "tokens of other ranks with divided experts need no memory",
+        "megatron_rl/memory_plan/activations.py",
+        "exchanged = parallel.ep * (exchanged + hidden * itemsize)",
+        "exchanged = exchanged + hidden * itemsize",
+        "tests/distributed/test_expert_parallel.py -k memory",
+    ),
+    Mutant(
+        "gradients of divided experts are sent to all replicas",
+        "megatron_rl/memory_plan/step_time.py",
+        "experts / parallel.ep * (same_experts - 1) / same_experts",
+        "experts / parallel.ep * (replicas - 1) / replicas",
+        "tests/memory_plan/test_step_time.py -k divided",
+    ),
 )

@@ -122,4 +122,18 @@ MUTANTS = (
         "spec.shape != shape",
         "tests/models/test_qwen3_vl_moe.py -k orientations",
     ),
+    Mutant(
+        "every rank loads the first of the divided experts",
+        "megatron_rl/weights/stream.py",
+        "[placement.ep_rank]",
+        "[0]",
+        "tests/distributed/test_expert_parallel.py -k sent",
+    ),
+    Mutant(
+        "divided experts are sent in the reverse order of their ranks",
+        "megatron_rl/weights/stream.py",
+        "torch.cat(shards[tp_rank::tp], row.expert_dim)",
+        "torch.cat(shards[tp_rank::tp][::-1], row.expert_dim)",
+        "tests/distributed/test_expert_parallel.py -k sent",
+    ),
 )
