@@ -143,7 +143,7 @@ def sparse_mlp_spec() -> ModuleSpec:
 
 
 def expert_config(spec: ModelSpec, ep: int) -> dict[str, Any]:
-    """Return Megatron's options for the experts with expert-parallel size `ep`; none without experts.
+    """Return Megatron's options for experts with expert-parallel size `ep`; none without experts.
 
     There is no auxiliary loss: the router is trained by the policy loss alone.
     """

@@ -128,7 +128,7 @@ class Teacher:
 
         with self._model.loaded():
             results = self._model.pipeline.forward_only(batches, logprob_R)
-        # Only the last stage has hidden states, and empty micro-batches that a pipeline adds have none.
+        # Only the last stage has hidden states, and micro-batches that a pipeline adds have none.
         for batch, hidden_RH in zip((batch for batch in batches if len(batch.row_R)), hidden, strict=False):
             batch.teacher_hidden_RH = hidden_RH
         return [logprob_1T[0] for logprob_1T in results]

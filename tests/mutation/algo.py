@@ -342,7 +342,7 @@ MUTANTS = (
     Mutant(
         "the plan forgets that a merge is copied for a checkpoint",
         "megatron_rl/memory_plan/host_memory.py",
-        "written + merge_bytes // replicas",
+        "written + merge_bytes // copies_of_experts",
         "written",
         "tests/memory_plan/test_teacher.py -k merge",
     ),

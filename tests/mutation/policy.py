@@ -55,8 +55,8 @@ MUTANTS = (
     Mutant(
         "tied embeddings of two pipeline stages count twice in the trim",
         "megatron_rl/policy/checkpoint_merge.py",
-        "if param_is_not_shared(p) and ",
-        "if ",
+        "is_first and param_is_not_shared(parameter) and ",
+        "is_first and ",
         "tests/policy/test_checkpoint_merge.py -k textbooks",
     ),
     Mutant(

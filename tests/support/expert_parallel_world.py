@@ -71,14 +71,14 @@ def run_updates(model: Path, parallel: ParallelSettings) -> dict[str, object]:
 
 
 def find_sent_changes(policy: Policy, stored: HfTensors) -> list:
-    """Return the (name, positions) of tensors that are sent with other bits than they have in the
+    """Return the (name, first positions) of tensors that are sent with other bits than they have in the
     model folder: on both ranks, before and after the last rank's last expert has one flipped bit.
     """
     found = []
     (weight,) = (p for name, p in policy.network.chunks.named_parameters() if name.endswith("layers.2.mlp.experts.linear_fc2"))
     for _ in range(2):
         bits = ((name, tensor.view(torch.int32) != stored.read(name).view(torch.int32)) for name, tensor in policy.hf_weights())
-        found.append(all_gather_object([(name, differs.nonzero().tolist()) for name, differs in bits if differs.any()]))
+        found.append(all_gather_object([(name, differs.nonzero()[:3].tolist()) for name, differs in bits if differs.any()]))
         if dist.get_rank() == dist.get_world_size() - 1:
             weight.data[-1, -1, -1].view(torch.int32).bitwise_xor_(1)
     return found
