@@ -43,7 +43,7 @@ from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.rollout.server_engine import ServerEngine
 from megatron_rl.rollout.task import Task
 from megatron_rl.rollout.vllm.server_api import VllmServer, expected_engine_fingerprint, read_engine_token
-from megatron_rl.rollout.vllm.teacher_client import TeacherClient
+from megatron_rl.rollout.vllm.teacher_client import TeacherClients
 from megatron_rl.rollout.vllm.weight_sender import WeightSender
 from megatron_rl.run.checkpoint_state import CheckpointState, InputDigests
 from megatron_rl.run.checkpoints import Checkpoints, find_checkpoint
@@ -121,10 +121,13 @@ def build_critic(settings: Settings, layout: Layout, *, patches: ImagePatchFn, n
     )  # fmt: skip
 
 
-def build_teacher(settings: Settings, layout: Layout, policy: Policy, *, patches: ImagePatchFn) -> Teacher:
-    """Build this rank's shard of the teacher."""
-    model = load_teacher_model(settings.distill.teacher, layout, dtype=settings.model.dtype, patches=patches)
-    return Teacher(model, layout, policy=policy.distribution, term=make_teacher_term(settings.distill))
+def build_teachers(settings: Settings, layout: Layout, policy: Policy, *, patches: ImagePatchFn) -> list[Teacher]:
+    """Build this rank's shards of the teachers in distill.teacher_paths."""
+    distill, found = settings.distill, []
+    for path in distill.teacher_paths:
+        model = load_teacher_model(path, layout, dtype=settings.model.dtype, patches=patches, key=distill.teacher_key(path))
+        found.append(Teacher(model, layout, policy=policy.distribution, term=make_teacher_term(distill)))
+    return found
 
 
 def make_teacher_term(distill: DistillSettings) -> TeacherTerm | None:
@@ -179,13 +182,13 @@ def build_rollout_manager(
         generation_settings=generation_settings(settings),
         engine_rank=engine_rank, callbacks=callbacks,
     )  # fmt: skip
-    if settings.stage == "rl" and settings.distill.server.urls:
+    if settings.stage == "rl" and settings.distill.server.is_used:
         manager.teacher = build_teacher_client(settings.distill.server, renderer)
     return manager
 
 
-def build_teacher_client(server: TeacherServerSettings, renderer: Renderer) -> TeacherClient:
-    """Build the client of the teacher's servers.
+def build_teacher_client(server: TeacherServerSettings, renderer: Renderer) -> TeacherClients:
+    """Build the clients of the teachers' servers.
 
     Raises ValueError if the token file cannot be read.
     """
@@ -193,7 +196,7 @@ def build_teacher_client(server: TeacherServerSettings, renderer: Renderer) -> T
         token = read_token(server.token_file) if server.token_file else ""
     except ValueError as error:
         raise ValueError(f"distill.server.token_file={error}") from error
-    return TeacherClient(server, image_token_id=renderer.image_token_id, token=token)
+    return TeacherClients(server, image_token_id=renderer.image_token_id, token=token)
 
 
 def make_owner_name(settings: Settings, run_name: str) -> str:
@@ -386,8 +389,8 @@ def build_context(
     critic = build_critic(settings, layout, patches=patches, num_steps=stage.num_steps) if has_trunk else None
     if critic is not None:
         closing.callback(critic.close)
-    if settings.distill.teacher:
-        policy.teacher = build_teacher(settings, layout, policy, patches=patches)
+    if settings.distill.teacher_paths:
+        policy.teachers = build_teachers(settings, layout, policy, patches=patches)
     elif settings.distill.merge.method:
         merge_checkpoints_as_teacher(settings, layout, policy)
     record = Run(settings, world, num_steps=stage.num_steps, first_step=state.step, history=state.history)

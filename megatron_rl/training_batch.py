@@ -83,6 +83,9 @@ def shard_minibatches(rollouts: list[Rollout], settings: Settings, policy: Polic
     algo, batch = settings.algo, settings.batch
     keeps_all = keep_zero_advantage or algo.kl_coef > 0 or algo.entropy_coef > 0 or settings.distill.has_teacher
     cut = cut_minibatches(rollouts, batch, keep_zero_advantage=keeps_all)
+    if settings.distill.listed_sources:
+        teacher = [settings.distill.teacher_index(rollout.source) for rollout in rollouts]
+        cut = [[replace(item, teacher=teacher[item.origin[0]]) for item in minibatch if item.origin] for minibatch in cut]
     return [policy.shard_across_dp(minibatch, max_tokens=batch.micro_batch_tokens) for minibatch in cut]
 
 
@@ -109,7 +112,7 @@ def pack_minibatches(
     if settings.run.max_staleness > 0:
         for batch in every:
             batch.on_policy_T = (gather_column(rollouts, batch, "weight_versions") == step) & batch.mask_T
-    if settings.distill.server.urls:
+    if settings.distill.server.is_used:
         for batch in every:
             batch.teacher_logprob_T = gather_column(rollouts, batch, "teacher_logprobs")
     if settings.algo.thought_logprob_scale != 1:
@@ -189,7 +192,8 @@ def compute_advantages(
     every = [batch for batches in minibatches for batch in batches]
     fields = BATCH_COLUMN | ({"old_logprobs": "rollout_logprob_T"} if bypasses(settings.algo) else {})
     for column in columns:
-        write_column(rollouts, every, [getattr(batch, fields[column]) for batch in every], column=column)
+        batches = [batch for batch in every if column != "teacher_logprobs" or batch.teacher >= 0]
+        write_column(rollouts, batches, [getattr(batch, fields[column]) for batch in batches], column=column)
     algorithm.advantage_fn(rollouts, settings.algo)
     if settings.distill.rewards_tokens:
         add_teacher_rewards(rollouts, coef=compute_distill_coef(settings.distill, step=step))

@@ -561,6 +561,10 @@ class MicroBatch:
     """Contribution of this micro-batch to the global denominator of the loss, which is the sum over
     all micro-batches and data-parallel ranks.
     """
+    teacher: int = 0
+    """Index of the teacher of all sequences (Policy.teachers); -1 if their data source has no
+    teacher. Without effect if the step has no teacher.
+    """
     advantage_T: torch.Tensor
     """Advantage of each target; 0 where mask_T is False."""
     rollout_logprob_T: torch.Tensor
@@ -657,7 +661,9 @@ class LossInputs:
     between two observations, and no two turns of a micro-batch share an index.
     """
     teacher_logprob_R: torch.Tensor | None = None
-    """Logprob of each token under the teacher; None without distillation."""
+    """Logprob of each token under the teacher; None without distillation. If the tokens' data source
+    has no teacher, equal to the detached logprob_R, and divergence_R is 0.
+    """
     divergence_R: torch.Tensor | None = None
     """Divergence of the policy's next-token distribution from the teacher's, with gradient; None if
     the loss has no divergence over several outcomes (distill.support).

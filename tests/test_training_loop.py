@@ -78,7 +78,8 @@ class Scripted:
 
     def logprobs(self, batches: list[MicroBatch], *, weights: str = "current") -> list[torch.Tensor]:
         self.asked.append(weights)
-        return [torch.where(batch.mask_T, SAYS[weights](batch.target_T), 77.0) for batch in batches]
+        by_teacher = weights == "teacher"  # logprobs of the second teacher are smaller by 1
+        return [torch.where(batch.mask_T, SAYS[weights](batch.target_T) - by_teacher * batch.teacher, 77.0) for batch in batches]
 
     def values(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
         self.asked.append("values")
@@ -417,6 +418,34 @@ def test_a_teacher_reads_every_sequence(apply_to: str, asked: list[str], monkeyp
     assert {token: value for batch in batches for token, value in by_token(batch, batch.advantage_T).items()} == pytest.approx(expected)
     found = {token: value for batch in batches for token, value in by_token(batch, batch.teacher_logprob_T).items()}
     assert found == {token: SAYS["teacher"](token) for token in expected}
+
+
+def test_each_data_source_has_its_own_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups 0 and 3 learn from the first teacher, group 2 from the second one, with logprobs smaller
+    by 1. Without a teacher, group 2 keeps the advantages of RLOO, and records no logprobs."""
+    monkeypatch.setattr(token_stats, "all_gather_large_object", lambda columns: [columns])
+    own = {0: -2.0, 2: 2.0, 6: 1.0, 7: 1.75}  # as in the test above the last one; all others are 0
+    for second, lacks in (("two", False), ("", True)):
+        rollouts = step()
+        for rollout in rollouts:
+            rollout.source = "b" if rollout.group == 2 else "a"
+        rollouts[9].reward = rollouts[10].reward = rollouts[11].reward = 1.0
+        distill = DistillSettings(teachers={"a": "one", "b": second}, apply_to="reward", coef=COEF)
+        ((*batches,),) = training_batch.prepare_training_batch(
+            rollouts, replace(settings_of(AlgoSettings(name="rloo")), distill=distill), Scripted(), algorithm=ALGORITHMS["rloo"],
+            fetch_images=lambda needed: None, step=0,
+        )  # fmt: skip
+        assert {batch.teacher for batch in batches} == {0, -1 if lacks else 1}
+        advantages = {token: value for batch in batches for token, value in by_token(batch, batch.advantage_T).items()}
+        for index, rollout in enumerate(rollouts):
+            if not rollout.is_trained_on:
+                continue
+            for token in sampled(rollout):
+                teacher = SAYS["teacher"](token) - (rollout.group == 2)
+                gain = 0.0 if lacks and rollout.group == 2 else COEF * (teacher - SAYS["current"](token))
+                assert advantages[token] == pytest.approx(own.get(index, 0.0) + gain)
+            recorded = [bool(sequence.teacher_logprobs) for sequence in rollout.sequences if any(sequence.loss_mask)]
+            assert recorded == [not (lacks and rollout.group == 2)] * len(recorded)
 
 
 @pytest.mark.parametrize(

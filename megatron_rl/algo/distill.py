@@ -84,14 +84,15 @@ def read_divergence(rows: LossInputs) -> torch.Tensor:
 def add_teacher_rewards(rollouts: Sequence[Rollout], *, coef: float) -> None:
     """Add coef * (teacher logprob - old logprob) to each sampled token's advantage.
 
-    Reads and writes the sequences' columns. Source: "On-Policy Distillation" (Thinking Machines
+    Reads and writes the sequences' columns. Sequences without teacher logprobs, because their data
+    source has no teacher, are not changed. Source: "On-Policy Distillation" (Thinking Machines
     Lab, 2025), with a discount factor of 0.
     """
     for rollout in rollouts:
         if not rollout.is_trained_on:
             continue
         for sequence in rollout.sequences:
-            if not any(sequence.loss_mask):  # such a sequence is not packed, so that its columns are empty
+            if not sequence.teacher_logprobs:  # no teacher, or no sampled tokens: such a sequence is not packed
                 continue
             columns = zip(sequence.advantages, sequence.teacher_logprobs, sequence.old_logprobs, sequence.loss_mask, strict=True)
             sequence.set_column("advantages", [a + coef * (teacher - old) * mask for a, teacher, old, mask in columns])

@@ -32,6 +32,8 @@ class PackItem:
     """(rollout index, sequence index in the rollout); None if the sequence does not belong to a
     rollout.
     """
+    teacher: int = 0
+    """Index of the sequence's teacher, as in MicroBatch.teacher."""
 
     @property
     def num_tokens(self) -> int:
@@ -179,11 +181,11 @@ RankShares = list[list[list[PackItem]]]
 def pack_costs(minibatch: Sequence[PackItem], image_token_id: int, *, share_prompts: bool) -> list[PackCost]:
     """Return the cost of each sequence, sorted so that sequences with a common prefix are adjacent.
 
-    If `share_prompts` is False, the cost of a sequence is its full length; the order does not
-    change.
+    Sequences of one teacher are adjacent, too, because a micro-batch has one teacher. If
+    `share_prompts` is False, the cost of a sequence is its full length; the order does not change.
     """
     texts = token_key(minibatch, image_token_id)
-    order = prefix_order(texts)
+    order = sorted(prefix_order(texts), key=lambda place: minibatch[place].teacher)
     ordered = [minibatch[place] for place in order]
     shared = shared_lengths(ordered, [texts[place] for place in order]) if share_prompts else [0] * len(ordered)
     return [
@@ -261,8 +263,8 @@ def split_by_cost(loads: list[PackCost], max_tokens: int) -> list[list[PackItem]
     """Split one rank's sequences into as few micro-batches as possible, of similar sizes.
 
     A micro-batch has at most max_tokens tokens and MAX_KV_RATIO * max_tokens attention keys; a
-    sequence that exceeds a limit by itself is packed alone. If there are no sequences, the result
-    is one empty micro-batch.
+    sequence that exceeds a limit by itself is packed alone. The sequences of a micro-batch have the
+    same teacher. If there are no sequences, the result is one empty micro-batch.
 
     The limit is lowered as far as the number of micro-batches allows. Otherwise, the last
     micro-batch could be so small that the host, which launches the same kernels for every
@@ -289,7 +291,8 @@ def _fill_by_cost(loads: list[PackCost], max_tokens: int) -> list[list[PackItem]
     for load in loads:
         kept = {stop for stop in stops if stop <= load.num_shared_tokens}
         added = {load.num_shared_tokens, load.num_tokens_alone} - kept
-        if not micro or tokens + load.num_added_tokens > max_tokens or keys + sum(added) > MAX_KV_RATIO * max_tokens:
+        is_full = tokens + load.num_added_tokens > max_tokens or keys + sum(added) > MAX_KV_RATIO * max_tokens
+        if not micro or is_full or load.item.teacher != micro[-1][-1].teacher:
             micro.append([])
             tokens, keys, stops = load.num_tokens_alone, load.num_tokens_alone, {load.num_tokens_alone}
         else:

@@ -37,9 +37,10 @@ def pack(
         cu_seqlens_S1  [0 1 3 5 7]
         prefix_S       [-1 0 0 2]
 
-    Zero-weight padding extends the micro-batch to a multiple of `multiple_of` tokens. With sequence
-    parallelism, `multiple_of` is the tensor-parallel size. If `weighted` is empty, the micro-batch
-    contains only padding, for a data-parallel rank without work.
+    All sequences must have the same teacher. Zero-weight padding extends the micro-batch to a
+    multiple of `multiple_of` tokens. With sequence parallelism, `multiple_of` is the
+    tensor-parallel size. If `weighted` is empty, the micro-batch contains only padding, for a
+    data-parallel rank without work.
     """
     shared = shared_lengths(weighted, token_key(weighted, image_token_id)) if share_prompts else [0] * len(weighted)
     segments: list[Segment] = []
@@ -55,7 +56,8 @@ def pack(
     padding = -num_tokens % multiple_of if num_tokens else multiple_of
     if padding:
         segments.append(Segment.make_padding(padding, number=len(weighted)))
-    return _join(segments, denominator=sum(each.denominator for each in weighted), device=device)
+    (teacher,) = {each.teacher for each in weighted} or {0}
+    return _join(segments, denominator=sum(each.denominator for each in weighted), teacher=teacher, device=device)
 
 
 def split_points(shared: Sequence[int], length: int) -> list[int]:
@@ -83,7 +85,7 @@ def distinct_images(contexts: Iterable[TokenSequence]) -> list[Image]:
 
 def empty_batch(length: int, *, device: torch.device | None = None) -> MicroBatch:
     """Return a micro-batch of zero-weight padding, for a rank without work."""
-    batch = _join([Segment.make_padding(length, number=0)], denominator=0, device=device)
+    batch = _join([Segment.make_padding(length, number=0)], denominator=0, teacher=0, device=device)
     return replace(batch, old_value_T=torch.zeros_like(batch.weight_T), return_T=torch.zeros_like(batch.weight_T))
 
 
@@ -147,7 +149,7 @@ class Segment:
         )  # fmt: skip
 
 
-def _join(segments: list[Segment], *, denominator: int, device: torch.device | None) -> MicroBatch:
+def _join(segments: list[Segment], *, denominator: int, teacher: int, device: torch.device | None) -> MicroBatch:
     images: dict[str, tuple[int, Image]] = {}
     position_M, row_M, next_row, offsets = [], [], 0, [0]
     for segment in segments:
@@ -184,6 +186,7 @@ def _join(segments: list[Segment], *, denominator: int, device: torch.device | N
         vision_position_M=torch.tensor(position_M, dtype=torch.long, device=device),
         vision_row_M=torch.tensor(row_M, dtype=torch.long, device=device),
         denominator=denominator,
+        teacher=teacher,
         advantage_T=column(lambda s: [a * m for a, m in zip(s.advantages, s.mask, strict=True)], torch.float32),
         rollout_logprob_T=column(lambda s: s.rollout_logprobs, torch.float32),
     )
@@ -196,10 +199,12 @@ def make_loss_inputs(
     """Return the loss inputs for a micro-batch.
 
     `rows_R` contains the indices of the entries with a sampled target. If the micro-batch has no
-    old logprobs, the detached current logprobs are used instead.
+    old logprobs, the detached current logprobs are used instead. If it has no teacher, although
+    others have one, the policy takes the teacher's place, so that the terms of the loss are 0.
     """
     reference_T, old_T, coefficient_T, current_T = batch.ref_logprob_T, batch.old_logprob_T, batch.logprob_scale_T, batch.on_policy_T
     teacher_T = batch.teacher_logprob_T
+    of_teacher_R = logprob_R.detach() if batch.teacher < 0 else None if teacher_T is None else teacher_T[rows_R]
     return LossInputs(
         logprob_R=logprob_R,
         entropy_R=entropy_R,
@@ -210,7 +215,7 @@ def make_loss_inputs(
         weight_R=batch.weight_T[rows_R],
         sequence_R=batch.sequence_T[rows_R],
         turn_R=turn_ids(rows_R),
-        teacher_logprob_R=None if teacher_T is None else teacher_T[rows_R],
+        teacher_logprob_R=of_teacher_R,
         divergence_R=divergence_R,
         logprob_scale_R=None if coefficient_T is None else coefficient_T[rows_R],
         on_policy_R=None if current_T is None else current_T[rows_R],

@@ -6,7 +6,7 @@ The valid divergences are the keys of `DIVERGENCES` in algo/divergences.py.
 import math
 from dataclasses import asdict, dataclass, field, fields
 
-from megatron_rl.config.checks import require, require_choice
+from megatron_rl.config.checks import require, require_address, require_choice
 from megatron_rl.config.client import ClientSettings
 from megatron_rl.config.merge import MergeSettings
 
@@ -18,13 +18,25 @@ class TeacherServerSettings(ClientSettings):
     urls: list[str] = field(default_factory=list)
     """Addresses of servers of the same teacher, e.g. http://teacher:8000; each request goes to the
     least busy healthy server. Empty means no server."""
+    urls_by_source: dict[str, list[str]] = field(default_factory=dict)
+    """Addresses of the servers of several teachers, keyed by the data source of the examples. A
+    source that is not listed uses distill.server.urls, and has no distillation term if that is
+    empty or if its list is empty."""
     token_file: str = ""
     """File with the access token of the servers."""
 
     def __post_init__(self) -> None:
         self.check_client("distill.server")
+        for source, urls in self.urls_by_source.items():
+            for url in urls:
+                require_address(f"distill.server.urls_by_source.{source}", url)
         remedy = "has no effect without distill.server.urls; set the addresses, or leave it out"
-        require(bool(self.urls) or not self.token_file, "distill.server.token_file", self.token_file, remedy)
+        require(self.is_used or not self.token_file, "distill.server.token_file", self.token_file, remedy)
+
+    @property
+    def is_used(self) -> bool:
+        """True if a data source has servers."""
+        return bool(self.urls) or any(self.urls_by_source.values())
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,6 +48,10 @@ class DistillSettings:
     tokenizer; its size may differ. Empty trains without a teacher. Combine a teacher with the
     rewards of any algorithm or with the demonstrations of stage=sft, or set algo=distill to learn
     from the teacher alone."""
+    teachers: dict[str, str] = field(default_factory=dict)
+    """Hugging Face directories of several teachers, keyed by the data source of the examples
+    (data_source). A source that is not listed learns from distill.teacher, and has no distillation
+    term if that is empty or if its directory is empty."""
     server: TeacherServerSettings = field(default_factory=TeacherServerSettings)
     """Servers of the teacher, in place of distill.teacher. They return the logprobs of sampled
     tokens only, so distill.apply_to=reward or distill.support=sampled is required."""
@@ -86,21 +102,52 @@ class DistillSettings:
             value, remedy = asdict(self)[key], "has no effect without distill.teacher; name a model directory, or leave it out"
             require(value == default, f"distill.{key}", value, remedy)
         remedy = "is a second teacher next to distill.server.urls; leave one of them out"
-        require(not (self.teacher and self.server.urls), "distill.teacher", self.teacher, remedy)
+        require(not (self.teacher and self.server.is_used), "distill.teacher", self.teacher, remedy)
+        others = bool(self.server.is_used or self.merge.method)
+        remedy = "are further teachers next to distill.server.urls or distill.merge.method; leave one of them out"
+        require(not (self.teachers and others), "distill.teachers", self.teachers, remedy)
+        require(not self.teachers or any(self.teachers.values()), "distill.teachers", self.teachers, "names no directory of a teacher")
         remedy = "needs more than servers return, the logprobs of given tokens; use sampled, or distill.apply_to=reward"
-        require(not (in_loss and self.server.urls) or self.support == "sampled", "distill.support", self.support, remedy)
+        require(not (in_loss and self.server.is_used) or self.support == "sampled", "distill.support", self.support, remedy)
         method, remedy = self.merge.method, "is a second teacher next to distill.teacher or distill.server.urls; leave one of them out"
-        require(not method or not (self.teacher or self.server.urls), "distill.merge.method", method, remedy)
+        require(not method or not (self.teacher or self.server.is_used), "distill.merge.method", method, remedy)
 
     @property
     def has_teacher(self) -> bool:
         """True if the policy learns from a teacher, in this process or on servers."""
-        return self.is_local or bool(self.server.urls)
+        return self.is_local or self.server.is_used
 
     @property
     def is_local(self) -> bool:
         """True if the teacher runs in this process, from a directory or merged from checkpoints."""
-        return bool(self.teacher or self.merge.method)
+        return bool(self.teacher_paths or self.merge.method)
+
+    @property
+    def teacher_paths(self) -> list[str]:
+        """Distinct directories of teachers."""
+        return [path for path in dict.fromkeys([self.teacher, *self.teachers.values()]) if path]
+
+    def teacher_key(self, path: str) -> str:
+        """Return the setting that names a directory of `teacher_paths`, for error messages."""
+        listed = (f"distill.teachers.{source}" for source, each in self.teachers.items() if each == path != self.teacher)
+        return next(listed, "distill.teacher")
+
+    def teacher_index(self, source: str) -> int:
+        """Return the index of a data source's teacher in `teacher_paths`; -1 if it has none.
+
+        The index is 0 for a merge of checkpoints and for a teacher on servers.
+        """
+        if self.server.urls_by_source:
+            return 0 if self.server.urls_by_source.get(source, self.server.urls) else -1
+        if not self.teachers:
+            return 0
+        path = self.teachers.get(source, self.teacher)
+        return self.teacher_paths.index(path) if path else -1
+
+    @property
+    def listed_sources(self) -> list[str]:
+        """Data sources that distill.teachers or distill.server.urls_by_source lists."""
+        return [*self.teachers, *self.server.urls_by_source]
 
     @property
     def rewards_tokens(self) -> bool:
@@ -113,5 +160,5 @@ class DistillSettings:
         return self.is_local and self.apply_to == "loss" and self.support != "sampled"
 
 
-UNUSED = {each.name: each.default for each in fields(DistillSettings) if each.name not in ("teacher", "server", "merge")}
+UNUSED = {each.name: each.default for each in fields(DistillSettings) if each.name not in ("teacher", "teachers", "server", "merge")}
 """Default of every setting that has no effect without a teacher."""

@@ -24,7 +24,7 @@ The payload of an example has the same keys for every format:
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import overload
 
 from megatron_rl.config import ColumnSettings, DataSettings, require
@@ -54,8 +54,13 @@ VIDEO_SUPPORT_TEXT = "is available only to the code of task=visual_python task.t
 class QuestionDataset(Sequence[Example]):
     """Examples in data files, each read on access; slicing returns a view."""
 
-    def __init__(self, records: RecordFiles, *, name: str, row_indices: range | None = None, warnings: Sequence[str] = ()) -> None:
+    def __init__(
+        self, records: RecordFiles, *, name: str, row_indices: range | None = None, warnings: Sequence[str] = (),
+        sources: Collection[str] = (),
+    ) -> None:  # fmt: skip
         self.records, self.name = records, name
+        self.sources = sources
+        """Data sources of all rows of the files, available if every row was surveyed."""
         self.warnings = warnings
         """Warnings about columns that are not read, available if every row was surveyed."""
         self._row_indices = range(len(records)) if row_indices is None else row_indices
@@ -71,7 +76,8 @@ class QuestionDataset(Sequence[Example]):
 
     def __getitem__(self, index: int | slice) -> "Example | QuestionDataset":
         if isinstance(index, slice):
-            return QuestionDataset(self.records, name=self.name, row_indices=self._row_indices[index], warnings=self.warnings)
+            chosen = self._row_indices[index]
+            return QuestionDataset(self.records, name=self.name, row_indices=chosen, warnings=self.warnings, sources=self.sources)
         return self._example(self._row_indices[index])[0]
 
     @property
@@ -140,7 +146,8 @@ def load_questions(
     require(
         not chosen or found.num_images > 0, "task.data.columns.images", chosen, f"no row of {', '.join(paths)} has images in this column"
     )
-    return QuestionDataset(opened.records, name=name, warnings=[*found.column_warnings, *found.unread_columns])
+    warnings = [*found.column_warnings, *found.unread_columns]
+    return QuestionDataset(opened.records, name=name, warnings=warnings, sources=[*found.sources])
 
 
 def load_split(

@@ -202,6 +202,7 @@ def _plan_rank(
     unplanned += rank_share.teacher_output_bytes
     compared = _divergence_bytes(model, settings, itemsize=itemsize) if rank_share.teacher_output_bytes else 0
     step = 0 if parallel.offload_optimizer else held.moment_bytes // 2  # torch's AdamW allocates the roots of all second moments at once
+    largest_phase = max(passing.total_bytes + compared, step, rank_share.largest_teacher_bytes)
     largest = max(model.vocab_size * model.hidden_size, _num_params_of_expert_tensor(model)) * itemsize
     buckets = 2 * int(settings.engine.bucket_mib * 2**20) + largest
     playing, taking = (engine.budget_bytes, engine.weight_bytes) if settings.engine.mode == "colocated" else (0, 0)
@@ -212,7 +213,7 @@ def _plan_rank(
         optimizer_bytes=optimizer,
         rollout_bytes=unplanned + optimizer + playing + (0 if leaves else awake),
         sync_bytes=unplanned + CUDA_GRAPH_BYTES + optimizer + awake + taking + buckets,
-        update_bytes=unplanned + CUDA_GRAPH_BYTES + optimizer + awake + max(passing.total_bytes + compared, step, rank_share.teacher_bytes),
+        update_bytes=unplanned + CUDA_GRAPH_BYTES + optimizer + awake + largest_phase,
     )
 
 

@@ -69,9 +69,11 @@ class ModelShare:
     critic_footprint: MemoryFootprint = EMPTY_FOOTPRINT
     """Footprint of a critic that has its own backbone."""
     teacher_bytes: int = 0
-    """Bytes of the teacher's parameters (distill.teacher)."""
+    """Bytes of the parameters of all teachers (distill.teacher, distill.teachers)."""
+    largest_teacher_bytes: int = 0
+    """Bytes of the parameters of the largest teacher; the device holds one teacher at a time."""
     teacher_output_bytes: int = 0
-    """Bytes of the teacher's output layer for this rank's part of the policy's vocabulary, on the
+    """Bytes of the teachers' output layers for this rank's part of the policy's vocabulary, on the
     last pipeline stage.
     """
     num_merged: int = 0
@@ -132,7 +134,7 @@ def _compute_share(model: ModelSpec, settings: Settings, *, has_values: bool) ->
             own, own_footprint, own_pinned = _build_network(
                 critic_spec(model, settings), settings, layout, lora=critic.lora, heads=HeadConfig(has_lm_head=False, **values)
             )
-        teacher_bytes, teacher_output_bytes = _measure_teacher(model, settings, layout)
+        teacher_sizes, teacher_output_bytes = _measure_teachers(model, settings, layout)
     parameters = [*policy.parameters(), *own.parameters()]
     return ModelShare(
         tp_rank=layout.tp_rank,
@@ -142,7 +144,8 @@ def _compute_share(model: ModelSpec, settings: Settings, *, has_values: bool) ->
         policy_footprint=footprint,
         pinned_bytes=pinned + own_pinned,
         critic_footprint=own_footprint,
-        teacher_bytes=teacher_bytes,
+        teacher_bytes=sum(teacher_sizes),
+        largest_teacher_bytes=max(teacher_sizes, default=0),
         teacher_output_bytes=teacher_output_bytes,
         num_merged=sum(parameter.numel() for parameter in merged_parameters(policy).values()) if settings.distill.merge.method else 0,
     )
@@ -153,21 +156,25 @@ def critic_spec(model: ModelSpec, settings: Settings) -> ModelSpec:
     return load_known_spec(settings.critic.path, key="critic.path") if settings.critic.path else model
 
 
-def _measure_teacher(model: ModelSpec, settings: Settings, layout: Layout) -> tuple[int, int]:
-    """Return the bytes of the teacher's parameters, and of the copy of its output layer.
+def _measure_teachers(model: ModelSpec, settings: Settings, layout: Layout) -> tuple[list[int], int]:
+    """Return the bytes of each teacher's parameters, and of the copies of all output layers.
 
     A merge of checkpoints has no parameters of its own on the device.
     """
     distill, dtype = settings.distill, torch_dtype(settings.model.dtype)
     if not distill.is_local:
-        return 0, 0
+        return [], 0
     num_rows = padded_vocab(model.vocab_size, layout.tp) // layout.tp if layout.is_last_stage else 0
     if distill.merge.method:
-        return 0, num_rows * model.hidden_size * dtype.itemsize
-    spec = load_known_spec(distill.teacher, key="distill.teacher")
-    chunks = build_chunks(spec, layout, dtype, lora=LoraSettings())
-    storages = {storage._cdata: storage.nbytes() for p in chunks.parameters() for storage in [p.untyped_storage()]}
-    return sum(storages.values()), num_rows * spec.hidden_size * dtype.itemsize
+        return [], num_rows * model.hidden_size * dtype.itemsize
+    sizes, output_bytes = [], 0
+    for path in distill.teacher_paths:
+        spec = load_known_spec(path, key=distill.teacher_key(path))
+        chunks = build_chunks(spec, layout, dtype, lora=LoraSettings())
+        storages = {storage._cdata: storage.nbytes() for p in chunks.parameters() for storage in [p.untyped_storage()]}
+        sizes.append(sum(storages.values()))
+        output_bytes += num_rows * spec.hidden_size * dtype.itemsize
+    return sizes, output_bytes
 
 
 def _build_network(

@@ -332,12 +332,14 @@ def num_forward_passes_before_update(inputs: StepTimeInputs) -> float:
     """Return the number of forward passes before a step's first update.
 
     These passes compute the old logprobs and the reference logprobs. The pass of a teacher counts
-    in proportion to its language model.
+    in proportion to its language model; of several teachers, the largest one is assumed to read
+    every sequence.
     """
-    passes, teacher = needs_old_logprob_forward(inputs.settings) + needs_reference(inputs.settings.algo), inputs.settings.distill.teacher
-    if not teacher:
-        return passes + bool(inputs.settings.distill.merge.method)
-    return passes + count_params(load_known_spec(teacher, key="distill.teacher")).language / inputs.param_counts.language
+    distill, passes = inputs.settings.distill, needs_old_logprob_forward(inputs.settings) + needs_reference(inputs.settings.algo)
+    if not distill.teacher_paths:
+        return passes + bool(distill.merge.method)
+    sizes = [count_params(load_known_spec(path, key=distill.teacher_key(path))).language for path in distill.teacher_paths]
+    return passes + max(sizes) / inputs.param_counts.language
 
 
 def tensor_parallel_bytes(inputs: StepTimeInputs, tokens: float) -> float:

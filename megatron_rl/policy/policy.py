@@ -28,7 +28,7 @@ from megatron_rl.policy.network import Network, TrainingSettings
 from megatron_rl.policy.offload import HostCopy
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import ImagePatchFn, images_of_rank, patch_bytes
-from megatron_rl.policy.teacher import Teacher
+from megatron_rl.policy.teacher import Teacher, compare_with_teacher, teacher_logprobs
 from megatron_rl.policy.trainable_model import TrainableModel
 from megatron_rl.policy.transformer import HeadConfig
 from megatron_rl.types import Image, Loss, LossInputs, LossMetrics, MicroBatch, SpecialTokens
@@ -92,7 +92,7 @@ class Policy(TrainableModel):
         self.distribution = TokenDistribution(banned_V, temperature, first_id, layout.tp_group, training.parallel.log_probs_chunk_size)
         keep = keep_reference and not self.lora.rank
         self._has_values, self._shares_prompts = critic is not None, can_share_prompts(self.network.device, next(chunks.parameters()).dtype)
-        self.teacher: Teacher | None = None
+        self.teachers: list[Teacher] = []
         self.make_teacher: Callable[[], Teacher] | None = None
         """Builds the teacher from the merged checkpoints; None without distill.merge."""
         self.reference = HostCopy(chunks.parameters()) if keep else None
@@ -143,13 +143,12 @@ class Policy(TrainableModel):
         """Return the logprobs [T] of each micro-batch under the given weights.
 
         Runs without dropout. Entries where mask_T is False are 0. `weights` is "current",
-        "reference" or "teacher"; see Teacher.logprobs for the last.
+        "reference" or "teacher"; see teacher_logprobs for the last.
         """
         if weights == "current":
             return self._logprobs(batches)
         if weights == "teacher":
-            assert self.teacher is not None, "the policy has no teacher"
-            return self.teacher.logprobs(batches)
+            return teacher_logprobs(self.teachers, batches)
         if self.lora.rank:
             with disabled_adapters(self.network.chunks):
                 return self._logprobs(batches)
@@ -201,7 +200,7 @@ class Policy(TrainableModel):
             # each other's gradients.
             seen_RH = hidden_RH.detach() + 0.0 * hidden_RH if value_head_only else hidden_RH
             values = self._value_loss_inputs(batch, rows_R, seen_RH) if has_values else None
-            logprob_R, entropy_R, *divergence = self._logprob_and_entropy(batch, rows_R, hidden_RH, teacher=self.teacher)
+            logprob_R, entropy_R, *divergence = self._logprob_and_entropy(batch, rows_R, hidden_RH, teachers=self.teachers)
             rows = make_loss_inputs(batch, rows_R, logprob_R, entropy_R, divergence_R=divergence[0] if divergence else None, values=values)
             if record is not None:
                 record(batch, rows_R, rows)
@@ -212,23 +211,25 @@ class Policy(TrainableModel):
         return self.network.update(batches, on_hidden, step=step, is_partial=value_head_only, check=check)
 
     def _logprob_and_entropy(
-        self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor, *, teacher: Teacher | None = None
+        self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor, *, teachers: Sequence[Teacher] = ()
     ) -> tuple[torch.Tensor, ...]:
-        compare = None if teacher is None else teacher.compare(batch)
-        return self.distribution(self.network.chunks[-1].head, hidden_RH, batch.target_T[rows_R], compare)
+        compare = compare_with_teacher(teachers, batch)
+        found = self.distribution(self.network.chunks[-1].head, hidden_RH, batch.target_T[rows_R], compare)
+        lacks = batch.teacher < 0 and any(teacher.has_divergence for teacher in teachers)
+        return (*found, 0.0 * found[0]) if lacks else found  # every loss needs a gradient
 
     def merge_checkpoint(self) -> None:
         """Add the current weights to the merge of checkpoints, and use the merge as the teacher."""
         assert self.network.merge is not None and self.make_teacher is not None, "the policy has no merge of checkpoints"
         self.network.merge.add()
-        self.teacher = self.make_teacher()
+        self.teachers = [self.make_teacher()]
 
     def load(self, folder: Path, *, seed: int) -> None:
         """Restore a training state, and the teacher if checkpoints have been merged."""
         super().load(folder, seed=seed)
         merge = self.network.merge
         if merge is not None and merge.num_checkpoints and self.make_teacher is not None:
-            self.teacher = self.make_teacher()
+            self.teachers = [self.make_teacher()]
 
     def restart_optimizer(self) -> None:
         """Reset the optimizer's moments; see Network.restart_optimizer."""

@@ -6,7 +6,7 @@ that the teacher's distribution over the whole vocabulary is never stored. Per s
 hidden states take 2 * hidden_size bytes of host memory (bfloat16).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
@@ -49,20 +49,23 @@ class TeacherModel:
     """Returns a context manager; inside its block, the chunks contain the teacher's weights."""
 
 
-def load_teacher_model(path: str, layout: Layout, *, dtype: str, patches: ImagePatchFn = patch_bytes) -> TeacherModel:
+def load_teacher_model(
+    path: str, layout: Layout, *, dtype: str, patches: ImagePatchFn = patch_bytes, key: str = "distill.teacher"
+) -> TeacherModel:
     """Load a teacher in the policy's parallel layout.
 
     On a GPU, the weights stay in host memory except while they are in use.
 
     Args:
-        path: Hugging Face folder of the teacher (distill.teacher).
+        path: Hugging Face folder of the teacher.
         layout: Parallel layout of the policy.
         dtype: Data type of the weights (model.dtype).
         patches: Function that returns the patches of an image.
+        key: Setting that names the folder, for error messages.
     """
-    spec = read_spec(path, key="distill.teacher")
+    spec = read_spec(path, key=key)
     built = load_model(
-        spec, layout, path, dtype=dtype, lora=LoraSettings(), heads=HeadConfig(), seed=0, key="distill.teacher"
+        spec, layout, path, dtype=dtype, lora=LoraSettings(), heads=HeadConfig(), seed=0, key=key
     )  # fmt: skip
     chunks = built.chunks
     chunks.requires_grad_(False)
@@ -133,6 +136,11 @@ class Teacher:
             batch.teacher_hidden_RH = hidden_RH
         return [logprob_1T[0] for logprob_1T in results]
 
+    @property
+    def has_divergence(self) -> bool:
+        """True if the update has a divergence term."""
+        return self._divergence is not None
+
     def compare(self, batch: MicroBatch) -> TeacherComparison | None:
         """Return the comparison of the policy with the teacher in a micro-batch.
 
@@ -168,6 +176,31 @@ class Teacher:
         dist.all_gather(parts, weight.detach().contiguous(), group=layout.tp_group)
         rows_VH = torch.cat(parts)[first_id : first_id + num]
         return torch.nn.functional.pad(rows_VH, (0, 0, 0, num - rows_VH.shape[0])).clone()
+
+
+def teacher_logprobs(teachers: Sequence[Teacher], batches: list[MicroBatch]) -> list[torch.Tensor]:
+    """Return the logprobs [T] of each micro-batch under its own teacher; see Teacher.logprobs.
+
+    The result is 0 for a micro-batch without a teacher. The teachers run one after the other, so
+    that the device holds the weights of one teacher at a time.
+    """
+    assert teachers, "the policy has no teacher"
+    found = [torch.zeros_like(batch.weight_T) for batch in batches]
+    for index, teacher in enumerate(teachers):
+        places = [place for place, batch in enumerate(batches) if batch.teacher == index]
+        if places:  # the ranks of a model replica have the same micro-batches
+            own = teacher.logprobs([batches[place] for place in places])
+            for place, logprob_T in zip(places, own, strict=True):
+                found[place] = logprob_T
+    return found
+
+
+def compare_with_teacher(teachers: Sequence[Teacher], batch: MicroBatch) -> TeacherComparison | None:
+    """Return the comparison of the policy with the teacher of a micro-batch.
+
+    Returns None if the micro-batch has no teacher, or if the update has no divergence term.
+    """
+    return teachers[batch.teacher].compare(batch) if teachers and batch.teacher >= 0 else None
 
 
 def _copy_to_host(hidden_RH: torch.Tensor) -> torch.Tensor:

@@ -307,8 +307,9 @@ def run_checks(settings: Settings, plugins: Plugins = Plugins()) -> CheckReport:
     report = CheckReport()
     check_machine(settings, report)
     renderer = check_model(settings, report)
-    others = {"critic.path": settings.critic.path, "distill.teacher": settings.distill.teacher}
-    usable = [check_model_folder(path, report, key=key) for key, path in others.items() if path]
+    others = {"critic.path": settings.critic.path} if settings.critic.path else {}
+    others |= {settings.distill.teacher_key(path): path for path in settings.distill.teacher_paths}
+    usable = [check_model_folder(path, report, key=key) for key, path in others.items()]
     if all(usable) and renderer is not None:
         check_memory_plan(settings, report, plugins)
     task = check_task(settings, report, plugins)

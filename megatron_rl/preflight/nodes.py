@@ -94,7 +94,7 @@ def source_files(settings: Settings) -> dict[str, list[str]]:
     data = settings.task.data
     given = {
         "model.path": [settings.model.path], "lora.path": [settings.lora.path], "critic.path": [settings.critic.path],
-        "distill.teacher": [settings.distill.teacher],
+        "distill.teacher": settings.distill.teacher_paths,
         "task.data.train": data.train, "task.data.eval": data.eval, "task.data.demonstrations": data.demonstrations,
     }  # fmt: skip
     return {key: paths for key, paths in given.items() if any(paths)}

@@ -13,6 +13,7 @@ from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
 from megatron_rl.algo.distill import check_distill, has_merge
 from megatron_rl.config import CriticSettings, EngineSettings, Settings, require
 from megatron_rl.config.task_options import AgentOptions
+from megatron_rl.data.questions import QuestionDataset
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
@@ -37,8 +38,8 @@ def check_settings(settings: Settings, world_size: int, plugins: Plugins = Plugi
         num_rows, num_token_ids = load_known_spec(settings.critic.path, key="critic.path").vocab_size, count_token_ids(path)
         remedy = f"has vocab_size={num_rows}, but the tokenizer of model.path={path} has ids up to {num_token_ids - 1}; use another critic"
         require(num_token_ids <= num_rows, "critic.path", settings.critic.path, remedy)
-    if settings.distill.teacher:
-        check_same_tokens(Path(settings.distill.teacher), path, key="distill.teacher")
+    for teacher in settings.distill.teacher_paths:
+        check_same_tokens(Path(teacher), path, key=settings.distill.teacher_key(teacher))
     check_sandbox_paths(settings)
     device, has_cuda = settings.engine.device, torch.cuda.is_available()
     require(device != "cuda" or has_cuda, "engine.device", device, "this machine has no usable GPU; use engine.device=auto")
@@ -63,6 +64,27 @@ def check_examples(task: Task, splits: tuple[str, ...]) -> None:
         require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in split {split}; add at least one")
 
 
+def check_teacher_sources(task: Task, settings: Settings, plugins: Plugins = Plugins()) -> None:
+    """Raise ValueError if the teachers do not fit the data sources of the training data.
+
+    Each listed source must occur in the data. An algorithm that learns from a teacher alone needs a
+    teacher for every source.
+    """
+    distill, algorithms = settings.distill, {**ALGORITHMS, **plugins.algorithms}
+    if not distill.listed_sources:
+        return
+    key = "distill.teachers" if distill.teachers else "distill.server.urls_by_source"
+    examples = task.examples("train")
+    sources = sorted(examples.sources if isinstance(examples, QuestionDataset) else {example.source for example in examples})
+    listed = ", ".join(source or "''" for source in sources)
+    for source in distill.listed_sources:
+        require(source in sources, key, source, f"is no data source of the training data, which has {listed}")
+    if algorithms[settings.algo.name].needs_teacher:
+        without = next((source for source in sources if distill.teacher_index(source) < 0), None)
+        remedy = f"has no teacher, and algo.name={settings.algo.name} learns from a teacher alone; add it to {key}"
+        require(without is None, "data_source", without, remedy)
+
+
 def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: Plugins = Plugins()) -> None:
     """Raise ValueError if the settings do not fit the model or the number of processes.
 
@@ -84,9 +106,9 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
             remedy = f"algo.name={settings.algo.name} has no critic; choose algo=ppo, or leave it out"
             require(value == plain[key], f"critic.{key}", value, remedy)
     check_distill(settings.distill, needs_teacher=algorithms[settings.algo.name].needs_teacher)
-    if settings.distill.teacher:
-        _check_teacher(settings, model, world_size)
-    if settings.distill.server.urls:
+    if settings.distill.teacher_paths:
+        _check_teachers(settings, model, world_size)
+    if settings.distill.server.is_used:
         _check_teacher_server(settings)
     method, remedy = settings.distill.merge.method, "merges checkpoints of stage=rl; in stage=sft, use distill.teacher"
     require(settings.stage == "rl" or not method, "distill.merge.method", method, remedy)
@@ -154,19 +176,23 @@ def _check_critic(settings: Settings, model: ModelSpec, world_size: int) -> None
     require(not moves, "optim.weight_decay", optim.weight_decay, remedy)
 
 
-def _check_teacher(settings: Settings, model: ModelSpec, world_size: int) -> None:
-    key, path = "distill.teacher", settings.distill.teacher
+def _check_teachers(settings: Settings, model: ModelSpec, world_size: int) -> None:
     if settings.stage == "sft":
+        remedy = "are chosen by the data source of prompts, which demonstrations do not have; use distill.teacher"
+        require(not settings.distill.teachers, "distill.teachers", settings.distill.teachers, remedy)
         where, support = settings.distill.apply_to, settings.distill.support
         require(where == "loss", "distill.apply_to", where, "needs rewards, which stage=sft does not have; use loss")
         require(support != "sampled", "distill.support", support, "needs tokens that the policy samples; in stage=sft, use full or top_k")
-    spec = load_known_spec(path, key=key)
-    check_same_inputs(spec, model, key=key, path=path)
-    check_layout(settings.parallel, spec, world_size, model_label="the teacher")
+    for path in settings.distill.teacher_paths:
+        key = settings.distill.teacher_key(path)
+        spec = load_known_spec(path, key=key)
+        check_same_inputs(spec, model, key=key, path=path)
+        check_layout(settings.parallel, spec, world_size, model_label="the teacher" if key == "distill.teacher" else key)
 
 
 def _check_teacher_server(settings: Settings) -> None:
-    urls, temperature = settings.distill.server.urls, settings.algo.temperature
+    server, temperature = settings.distill.server, settings.algo.temperature
+    urls = server.urls or server.urls_by_source
     require(settings.stage == "rl", "distill.server.urls", urls, "needs tokens that the policy samples; in stage=sft, use distill.teacher")
     remedy = "asks no servers for the teacher's logprobs of recorded rollouts; use distill.teacher"
     require(settings.run.mode != "replay", "run.mode", settings.run.mode, remedy)

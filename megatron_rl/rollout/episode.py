@@ -17,7 +17,7 @@ from megatron_rl.rollout.conversation import Conversation, SequenceLimits, count
 from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.example_fields import example_fields
 from megatron_rl.rollout.task import Env, Task
-from megatron_rl.types import Example, Rollout, Status, StopReason, TokenSequence
+from megatron_rl.types import Example, Rollout, Status, StopReason
 
 T = TypeVar("T")
 TimerFn = Callable[[str], AbstractContextManager[list[str]]]
@@ -25,7 +25,7 @@ TimerFn = Callable[[str], AbstractContextManager[list[str]]]
 the phase may append labels, such as a tool's name, to the list that the context manager yields.
 """
 
-TeacherFn = Callable[[Sequence[TokenSequence]], Awaitable[None]]
+TeacherFn = Callable[[Rollout], Awaitable[None]]
 
 
 def no_timer(name: str) -> AbstractContextManager[list[str]]:
@@ -109,7 +109,7 @@ async def run_episode(
             turn.step_score, turn.reward_delta = worth, gain
         if teacher is not None:
             with timer("teacher"):
-                await teacher(rollout.sequences)
+                await teacher(rollout)
     except InfraError as fault:
         rollout.status, rollout.reason, rollout.reward, rollout.stop_reason = Status.FAILED, str(fault), None, _stop_reason_of(fault)
     finally:

@@ -22,7 +22,7 @@ from megatron_rl.rollout.load_balancer import EngineRank, StartGroupFn
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.scheduler import GenerationSettings, PromptScheduler, ScheduledGroup
 from megatron_rl.rollout.task import Task
-from megatron_rl.rollout.vllm.teacher_client import TeacherClient
+from megatron_rl.rollout.vllm.teacher_client import TeacherClients
 from megatron_rl.rollout.work_buffer import DUE, BufferState, StepTarget, WorkBuffer
 from megatron_rl.types import Example, Rollout, StopReason, TokenSequence
 
@@ -108,8 +108,8 @@ class RolloutManager:
         self.task, self.engine, self.renderer, self.trainer = task, engine, renderer, trainer
         self.episode_settings, self.generation_settings = episode_settings, generation_settings
         self.engine_rank, self.collectives, self.callbacks = engine_rank, collectives, callbacks
-        self.teacher: TeacherClient | None = None
-        """Client of a teacher on servers, which scores the tokens of training episodes."""
+        self.teacher: TeacherClients | None = None
+        """Clients of teachers on servers, which score the tokens of training episodes."""
         self.scheduler = PromptScheduler(lambda: self._examples, settings=generation_settings, episode_settings=episode_settings)
         self.num_stale = 0
         """Number of episodes dropped before the last step because they were too stale for training.

@@ -141,6 +141,25 @@ def test_settings_that_a_server_cannot_serve(given: dict, refusal: str) -> None:
         TeacherServerSettings(token_file="key")
 
 
+def test_teachers_by_data_source() -> None:
+    """A source that is not listed has distill.teacher, and an empty directory leaves a source out."""
+    settings = DistillSettings(teachers={"a": "one", "b": "two", "c": "one", "d": ""})
+    assert settings.has_teacher and settings.is_local and settings.has_divergence and settings.teacher_paths == ["one", "two"]
+    assert [settings.teacher_index(source) for source in "abcdx"] == [0, 1, 0, -1, -1]
+    assert [settings.teacher_key(path) for path in ("one", "two")] == ["distill.teachers.a", "distill.teachers.b"]
+    settings = replace(settings, teacher="two")
+    assert settings.teacher_paths == ["two", "one"] and settings.teacher_key("two") == "distill.teacher"
+    assert [settings.teacher_index(source) for source in "abcdx"] == [1, 0, 1, -1, 0]
+    assert {DistillSettings(teacher="t").teacher_index(source) for source in "ab"} == {0}
+    server = TeacherServerSettings(urls_by_source={"a": ["http://one:8000"], "b": []})
+    on_servers = DistillSettings(server=server, apply_to="reward")
+    assert [on_servers.teacher_index(source) for source in "abc"] == [0, -1, -1]
+    with pytest.raises(ValueError, match=r"^distill.teachers=.*: are further teachers next to distill.server.urls or distill.merge.method"):
+        DistillSettings(teachers={"a": "one"}, merge=MergeSettings(method="ema"))
+    with pytest.raises(ValueError, match=r"^distill.teachers=.*: names no directory of a teacher"):
+        DistillSettings(teachers={"a": ""})
+
+
 def test_a_merge_is_the_only_teacher() -> None:
     merge = MergeSettings(method="ema")
     settings = DistillSettings(merge=merge, divergence="jsd", support="top_k")

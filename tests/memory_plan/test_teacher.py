@@ -43,7 +43,28 @@ def test_a_teacher_of_7b_for_a_policy_of_3b(tp: int, pp: int) -> None:
     assert pp == 1 or shares[0].teacher_output_bytes == 0
     without = replace(settings, distill=DistillSettings())
     plain = compute_model_shares(load_known_spec(POLICY), without, world_size=tp * pp)
-    assert [replace(share, teacher_bytes=0, teacher_output_bytes=0) for share in shares] == plain
+    assert [replace(share, teacher_bytes=0, largest_teacher_bytes=0, teacher_output_bytes=0) for share in shares] == plain
+
+
+def test_two_teachers_by_data_source() -> None:
+    """The host holds both teachers, and the device the larger one at a time and both output layers.
+    The hidden states are as large as the larger teacher's."""
+    settings = Settings(model=ModelSettings(path=POLICY, dtype="bfloat16"), run=RunSettings(dir="there"))
+    both = {"a": POLICY, "b": TEACHER, "c": TEACHER}
+    found, one, two = (
+        compute_model_shares(load_known_spec(POLICY), replace(settings, distill=distill), world_size=1)[0]
+        for distill in (DistillSettings(teachers=both), DistillSettings(teacher=POLICY), DistillSettings(teacher=TEACHER))
+    )
+    assert (
+        found.teacher_bytes == one.teacher_bytes + two.teacher_bytes
+        and found.largest_teacher_bytes == two.teacher_bytes == 2 * TEACHER_PARAMS
+    )
+    assert found.teacher_output_bytes == one.teacher_output_bytes + two.teacher_output_bytes
+    plans = [
+        plan_host_memory([found], load_known_spec(POLICY), replace(settings, distill=distill), world_size=1, uses_sandbox=False)
+        for distill in (DistillSettings(teachers=both), DistillSettings(teacher=TEACHER))
+    ]
+    assert plans[0].teacher_hidden_bytes == plans[1].teacher_hidden_bytes > 0
 
 
 def test_the_teachers_hidden_states_on_the_host() -> None:

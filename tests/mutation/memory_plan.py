@@ -13,7 +13,7 @@ MUTANTS = (
     Mutant(
         "AdamW's passing copy is forgotten",
         "megatron_rl/memory_plan/gpu_memory.py",
-        "max(passing.total_bytes + compared, step, rank_share.teacher_bytes)",
+        "max(passing.total_bytes + compared, step, rank_share.largest_teacher_bytes)",
         "passing.total_bytes + compared",
         "tests/memory_plan/test_gpu_memory.py",
     ),

@@ -22,29 +22,30 @@ from tests.policy.test_divergence import FORMULAS
 from tests.support.hf_reference import TEMPERATURE, compute_logits, relative_error, to_released_form
 from tests.support.indivisible_vocabulary import add_tokens
 from tests.support.packed_example import make_example_items
-from tests.support.teacher_layouts import CASES
+from tests.support.teacher_layouts import CASES, TEACHERS
 
 pytestmark = pytest.mark.timeout(900)
-ONE, FOUR = ["1,1,1,0,none,odd"], ["2,2,2,1,full,odd"]
+ONE, FOUR = ["1,1,1,0,none,odd"], ["2,2,2,1,full,odd", "2,1,1,0,none,odd"]
 LONG_IN_FOUR = ["4,1,1,1,full,odd", "1,2,2,0,none,odd"]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Create student and teacher."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """Create the student and two teachers."""
     folder = tmp_path_factory.mktemp("models")
     make_checkpoint(folder / "tied", init="random", seed=1, heads=8, kv_heads=4, tied=True)
     make_checkpoint(folder / "teacher", init="random", seed=2, heads=8, kv_heads=4, hidden=192, layers=8, tied=False)
-    return add_tokens(folder / "tied", folder / "odd"), folder / "teacher"
+    make_checkpoint(folder / "second", init="random", seed=3, heads=8, kv_heads=4, layers=4, tied=True)
+    return add_tokens(folder / "tied", folder / "odd"), folder / "teacher", folder / "second"
 
 
 @pytest.fixture(scope="module")
-def results(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
+def results(models: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
     out = tmp_path_factory.mktemp("layouts")
     return run_layouts(1, ONE, models, out, torchrun) | run_layouts(4, FOUR, models, out, torchrun)
 
 
-def run_layouts(world: int, layouts: list[str], models: tuple[Path, Path], out: Path, torchrun) -> dict[str, dict]:  # noqa: ANN001
+def run_layouts(world: int, layouts: list[str], models: tuple[Path, Path, Path], out: Path, torchrun) -> dict[str, dict]:  # noqa: ANN001
     torchrun(world, SUPPORT / "teacher_layouts.py", *models, out, *layouts, timeout_s=400)
     return {layout: torch.load(out / f"{layout}.pt", weights_only=True) for layout in layouts}
 
@@ -55,25 +56,37 @@ class Truth:
     Both models run in float64, one sequence at a time.
     """
 
-    def __init__(self, student: Path, teacher: Path) -> None:
+    def __init__(self, student: Path, teacher: Path, second: Path) -> None:
         self.renderer = Renderer(ModelSettings(path=str(student)))
         eager = {"experts_implementation": "eager"}  # computes experts in float64
-        models = [AutoModelForImageTextToText.from_pretrained(folder, **eager).double() for folder in (student, teacher)]
+        models = [AutoModelForImageTextToText.from_pretrained(folder, **eager).double() for folder in (student, teacher, second)]
         items = make_example_items(self.renderer)
         self.divergences: dict[str, torch.Tensor] = {}
         self.gradients: dict[str, dict[str, torch.Tensor]] = {}
         for name, top_k in CASES.items():
             found, logprobs, loss = [], [], torch.tensor(0.0, dtype=torch.float64)
             for item in items:
-                value, logprob = self.compare(models, item, name, top_k=top_k)
+                value, logprob = self.compare(models[:2], item, name, top_k=top_k)
                 loss = loss + (item.weight * value).sum()
                 found.append(value.detach())
                 logprobs.append(logprob.detach())
-            models[0].zero_grad()
-            (loss / sum(item.denominator for item in items)).backward()
             self.divergences[name], self.logprobs = torch.cat(found), torch.cat(logprobs)
-            gradients = {key: to_released_form(key, p.grad.clone()) for key, p in models[0].named_parameters() if p.grad is not None}
-            self.gradients[name] = {canonical_name(key): gradient for key, gradient in gradients.items()}
+            self.gradients[name] = self.differentiate(models[0], loss / sum(item.denominator for item in items))
+        self.logprobs_of: dict[tuple[int, ...], list[float]] = {}
+        loss = torch.tensor(0.0, dtype=torch.float64)
+        for item, teacher in zip(items, TEACHERS, strict=True):
+            if teacher >= 0:
+                value, logprob = self.compare([models[0], models[1 + teacher]], item, "reverse_kl", top_k=0)
+                loss = loss + (item.weight * value).sum()
+            targets = [token for token, sampled in zip(item.sequence.token_ids, item.sequence.loss_mask, strict=True) if sampled]
+            self.logprobs_of[teacher, *targets] = logprob.tolist() if teacher >= 0 else [0.0] * len(targets)
+        self.gradients["mixed"] = self.differentiate(models[0], loss / sum(item.denominator for item in items))
+
+    def differentiate(self, model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        loss.backward()
+        gradients = {key: to_released_form(key, p.grad.clone()) for key, p in model.named_parameters() if p.grad is not None}
+        return {canonical_name(key): gradient for key, gradient in gradients.items()}
 
     def compare(self, models: list, item: PackItem, name: str, *, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the divergence and the teacher's logprob of each sampled token of a sequence.
@@ -98,7 +111,7 @@ class Truth:
 
 
 @pytest.fixture(scope="module")
-def truth(models: tuple[Path, Path]) -> Truth:
+def truth(models: tuple[Path, Path, Path]) -> Truth:
     return Truth(*models)
 
 
@@ -117,21 +130,39 @@ def test_logprobs_and_divergences_are_those_of_hf(layout: str, results: dict, tr
 def test_every_gradient_is_that_of_hf(layout: str, cut: str, results: dict, truth: Truth) -> None:
     """Gradients of the student's tensors have a relative error of at most 1e-5, in one micro-batch
     with shared prompts and in one per sequence."""
-    for name in CASES:
+    for name in (*CASES, "mixed"):
         gradients = results[layout][f"{name}_gradients_{cut}"]
         assert gradients.keys() == truth.gradients[name].keys()
         worst = max((relative_error(gradient, truth.gradients[name][key]), key) for key, gradient in gradients.items())
         assert worst[0] <= 1e-5, (name, worst)
 
 
+@pytest.mark.parametrize("layout", ONE + FOUR)
+def test_each_sequence_has_its_own_teacher(layout: str, results: dict, truth: Truth) -> None:
+    """With two teachers and a sequence without one, each micro-batch has one teacher, and the logprobs
+    are those of Hugging Face's model of that teacher."""
+    for cut in ("one", "each"):
+        batches = results[layout][f"mixed_{cut}"]
+        for teacher, target_T, mask_T, logprob_T in batches:
+            targets, found = target_T[mask_T].tolist(), logprob_T[mask_T].tolist()
+            own = [key for key in truth.logprobs_of if key[0] == teacher and "".join(map(chr, key[1:])) in "".join(map(chr, targets))]
+            expected = {key: truth.logprobs_of[key] for key in own}
+            assert sum(map(len, expected.values())) == len(found), "the micro-batch has whole sequences of one teacher"
+            for key, values in expected.items():
+                start = next(place for place in range(len(targets)) if targets[place : place + len(values)] == list(key[1:]))
+                assert found[start : start + len(values)] == pytest.approx(values, abs=1e-5)
+        assert {teacher for teacher, *_ in batches} <= set(TEACHERS)
+
+
 @pytest.mark.long
-def test_further_layouts(models: tuple[Path, Path], truth: Truth, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
+def test_further_layouts(models: tuple[Path, Path, Path], truth: Truth, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
     """Further layouts pass the same tests; one of them has data-parallel ranks."""
     results = run_layouts(4, LONG_IN_FOUR, models, tmp_path, torchrun)
     for layout in LONG_IN_FOUR:
         test_logprobs_and_divergences_are_those_of_hf(layout, results, truth)
         for cut in ("one", "each"):
             test_every_gradient_is_that_of_hf(layout, cut, results, truth)
+        test_each_sequence_has_its_own_teacher(layout, results, truth)
 
 
 @pytest.mark.long
@@ -142,7 +173,8 @@ def test_divided_experts(tmp_path: Path, torchrun) -> None:  # noqa: ANN001
     models, layout = (tmp_path / "student", tmp_path / "teacher"), "1,1,1,0,none,ep2,student"
     for seed, folder in zip((1, 4), models, strict=True):
         make_checkpoint(folder, family="qwen3_vl_moe", init="random", seed=seed, vision_depth=2, layers=3)
-    results, truth = run_layouts(2, [layout], models, tmp_path, torchrun), Truth(*models)
+    three = (*models, models[1])  # several teachers are refused
+    results, truth = run_layouts(2, [layout], three, tmp_path, torchrun), Truth(*three)
     test_logprobs_and_divergences_are_those_of_hf(layout, results, truth)
     for cut in ("one", "each"):
         test_every_gradient_is_that_of_hf(layout, cut, results, truth)

@@ -16,8 +16,8 @@ from megatron_rl.errors import AccessDenied, InfraError, PermanentInfraError
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.rollout_store import read_rollouts
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.vllm.teacher_client import TeacherClient, parse_logprobs
-from megatron_rl.types import TokenSequence
+from megatron_rl.rollout.vllm.teacher_client import TeacherClient, TeacherClients, parse_logprobs
+from megatron_rl.types import Rollout, TokenSequence
 from megatron_rl_tools.convert import verify
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.e2e.test_distill_run import COEF, SMALL, TRAIN, with_patches
@@ -77,6 +77,31 @@ def test_logprobs_are_those_of_hugging_face(url: str, teacher: Path) -> None:
     assert found[0] == 0.0 and found[1:] == pytest.approx(expected, abs=1e-4)
     assert sequence.teacher_logprobs == [value * mask for value, mask in zip(found, sequence.loss_mask, strict=True)]
     assert unsampled.teacher_logprobs == []
+
+
+def test_each_data_source_has_its_own_servers(url: str, teacher: Path) -> None:
+    """One source has the real server, another one a server that fails, and a third one has none."""
+    renderer = Renderer(ModelSettings(path=str(teacher), **PIXELS))
+    settings = TeacherServerSettings(urls_by_source={"a": [url], "b": ["http://127.0.0.1:9"]}, max_attempts=1, outage_timeout_s=0.0)
+    clients = TeacherClients(settings, image_token_id=renderer.image_token_id)
+    rollouts = [Rollout("t", "0", 0, 0, source=source, sequences=[make_sequence(renderer)]) for source in "abc"]
+
+    async def use() -> None:
+        with pytest.raises(InfraError):
+            await clients.start(renderer.tokenizer.encode)
+        await clients.add_logprobs(rollouts[0])
+        with pytest.raises(InfraError):
+            await clients.add_logprobs(rollouts[1])
+        await clients.add_logprobs(rollouts[2])
+        await clients.close()
+
+    asyncio.run(use())
+    first, second, third = (rollout.sequences[0] for rollout in rollouts)
+    expected = [0.0, *hf_logprobs(teacher, first, renderer)]
+    assert first.teacher_logprobs == pytest.approx([x * mask for x, mask in zip(expected, first.loss_mask, strict=True)], abs=1e-4)
+    assert second.teacher_logprobs == third.teacher_logprobs == []
+    with pytest.raises(ValueError, match=r"^distill.server.urls_by_source.a=\.\.\.: contains @"):
+        TeacherServerSettings(urls_by_source={"a": ["http://me:pa55@one:8000"]})
 
 
 def test_a_run_learns_from_the_server(torchrun, url: str, teacher: Path, random_model: Path, tmp_path: Path) -> None:  # noqa: ANN001

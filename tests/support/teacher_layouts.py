@@ -1,22 +1,27 @@
 """Computes divergences from a teacher in several parallel layouts. Run under torchrun by
 test_teacher.py.
 
-    teacher_layouts.py STUDENT TEACHER OUT LAYOUT ...
+    teacher_layouts.py STUDENT TEACHER SECOND_TEACHER OUT LAYOUT ...
 
 A layout is written as in parallel_layouts.py, with the student's name as the model.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from megatron_rl.algo.distill import DistillTerm, read_divergence
 from megatron_rl.algo.divergences import DIVERGENCES
+from megatron_rl.algo.objective import make_sft_objective
+from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.batching.packing import pack
 from megatron_rl.config import DistillSettings
 from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.parallel import Layout, build_layout
+from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.teacher import Teacher, TeacherTerm, load_teacher_model
 from megatron_rl.types import LossInputs, LossMetrics
 from tests.support.parallel_layouts import LayoutCase, compute_gradients, destroy_layout, make_example, make_policy
@@ -24,9 +29,13 @@ from tests.support.parallel_layouts import LayoutCase, compute_gradients, destro
 CASES = {"reverse_kl": 0, "forward_kl": 12, "jsd": 0}
 """Number of top tokens of each tested divergence; 0 for the whole vocabulary."""
 BETA = 0.3
+TEACHERS = (0, 1, 1, 0, 1, -1, 1)
+"""Teacher of each sequence of the example if two teachers are used. Two sequences of the second
+teacher have the same prompt.
+"""
 
 
-def run_layout(student: Path, teacher: Path, out: Path, text: str) -> None:
+def run_layout(student: Path, teacher: Path, second: Path, out: Path, text: str) -> None:
     case = LayoutCase.parse(text)
     layout = build_layout(case.parallel_settings(), seed=0)
     renderer, contexts = make_example(student)
@@ -36,7 +45,7 @@ def run_layout(student: Path, teacher: Path, out: Path, text: str) -> None:
     for name, top_k in CASES.items():
         terms = DIVERGENCES[name](DistillSettings(teacher=str(teacher), divergence=name, jsd_beta=BETA))
         model = load_teacher_model(str(teacher), layout, dtype="float32")
-        policy.teacher = Teacher(model, layout, policy=policy.distribution, term=TeacherTerm(divergence=terms, top_k=top_k))
+        policy.teachers = [Teacher(model, layout, policy=policy.distribution, term=TeacherTerm(divergence=terms, top_k=top_k))]
         seen: list[torch.Tensor] = []
 
         def distill(rows: LossInputs, seen: list[torch.Tensor] = seen) -> tuple[torch.Tensor, LossMetrics]:
@@ -51,16 +60,34 @@ def run_layout(student: Path, teacher: Path, out: Path, text: str) -> None:
             batches = policy.pack(contexts, max_tokens=max_tokens)
             policy.logprobs(batches, weights="teacher")
             result[f"{name}_gradients_{cut}"] = compute_gradients(policy, batches, distill)
+    if layout.ep == 1:  # ranks that divide experts need equally many passes, so they have one teacher
+        result |= use_two_teachers(policy, layout, (teacher, second), contexts)
     if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
         torch.save(result, out / f"{text}.pt")
     destroy_layout(policy)
 
 
+def use_two_teachers(policy: Policy, layout: Layout, teachers: tuple[Path, Path], contexts: list[PackItem]) -> dict[str, object]:
+    """Return divergences, logprobs and gradients if each sequence has a teacher of its own."""
+    term, result = TeacherTerm(divergence=DIVERGENCES["reverse_kl"](DistillSettings(teacher="t"))), {}
+    models = [load_teacher_model(str(path), layout, dtype="float32") for path in teachers]
+    policy.teachers = [Teacher(model, layout, policy=policy.distribution, term=term) for model in models]
+    items = [replace(item, teacher=teacher) for item, teacher in zip(contexts, TEACHERS, strict=True)]
+    loss = make_sft_objective(distill=DistillTerm(coef=1.0, divergence=read_divergence), teacher_alone=True)
+    for cut, max_tokens in (("one", 10_000), ("each", 1)):
+        batches = policy.pack(items, max_tokens=max_tokens)
+        for batch, logprob_T in zip(batches, policy.logprobs(batches, weights="teacher"), strict=True):
+            batch.teacher_logprob_T = logprob_T
+        result[f"mixed_{cut}"] = [(batch.teacher, batch.target_T, batch.mask_T, batch.teacher_logprob_T) for batch in batches]
+        result[f"mixed_gradients_{cut}"] = compute_gradients(policy, batches, loss)
+    return result
+
+
 def main() -> None:
-    student, teacher, out = map(Path, sys.argv[1:4])
+    student, teacher, second, out = map(Path, sys.argv[1:5])
     connect(read_world(), timeout_s=240)
-    for layout in sys.argv[4:]:
-        run_layout(student, teacher, out, layout)
+    for layout in sys.argv[5:]:
+        run_layout(student, teacher, second, out, layout)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ Written against vLLM 0.32.0: entrypoints/scale_out/token_in_token_out/{protocol,
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ from megatron_rl.clients.endpoint_pool import Endpoint, EndpointError, EndpointP
 from megatron_rl.config import TeacherServerSettings
 from megatron_rl.errors import PermanentInfraError
 from megatron_rl.rollout.vllm.client import GENERATE_PATH, collapse_image_tokens, make_data_url
-from megatron_rl.types import TokenSequence
+from megatron_rl.types import Rollout, TokenSequence
 from megatron_rl_sandbox.bounded_http import DENIED_STATUSES, BoundedClient, NoResponse
 
 T = TypeVar("T")
@@ -137,6 +138,38 @@ class TeacherClient:
         if not answer.is_success:
             raise EndpointError(said)
         return parse(answer.content)
+
+
+class TeacherClients:
+    """Clients of the servers of one or several teachers, chosen by data source."""
+
+    def __init__(self, settings: TeacherServerSettings, *, image_token_id: int, token: str = "") -> None:
+        """Create one client for each distinct list of servers."""
+        self._settings, lists = settings, [settings.urls, *settings.urls_by_source.values()]
+        self._clients = {
+            tuple(urls): TeacherClient(replace(settings, urls=urls, urls_by_source={}), image_token_id=image_token_id, token=token)
+            for urls in lists
+            if urls
+        }
+
+    async def start(self, encode: Callable[[str], list[int]]) -> None:
+        """Start every client; see TeacherClient.start."""
+        for client in self._clients.values():
+            await client.start(encode)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for client in self._clients.values():
+            await client.close()
+
+    async def add_logprobs(self, rollout: Rollout) -> None:
+        """Add the logprobs of the teacher of the rollout's data source to its sequences.
+
+        Does nothing if the source has no teacher. Raises the errors of TeacherClient.add_logprobs.
+        """
+        urls = self._settings.urls_by_source.get(rollout.source, self._settings.urls)
+        if urls:
+            await self._clients[tuple(urls)].add_logprobs(rollout.sequences)
 
 
 def parse_tokens(content: bytes) -> list[int]:

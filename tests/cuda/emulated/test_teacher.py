@@ -34,7 +34,7 @@ def test_a_teacher_leaves_the_device_and_adds_no_wait(support: str, random_model
         before = torch.cuda.memory_allocated()
         term = TeacherTerm(divergence=DIVERGENCES["reverse_kl"](settings), top_k=5 if support == "top_k" else 0)
         model = load_teacher_model(settings.teacher, policy.layout, dtype="float32")
-        policy.teacher = Teacher(model, policy.layout, policy=policy.distribution, term=term)
+        policy.teachers = [Teacher(model, policy.layout, policy=policy.distribution, term=term)]
         output_bytes = policy.distribution.banned_V.numel() * policy.spec.hidden_size * 4
         assert torch.cuda.memory_allocated() - before < 1.1 * output_bytes + 10_000
         found = policy.logprobs(batches, weights="teacher")
