@@ -19,19 +19,21 @@ import torch.distributed as dist
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, needs_reference
 from megatron_rl.algo.divergences import DIVERGENCES
 from megatron_rl.algo.rollout_correction import mismatch_warnings
-from megatron_rl.config import DistillSettings, Settings, TeacherServerSettings
+from megatron_rl.config import DistillSettings, Settings
 from megatron_rl.data.data_digests import check_same_data, data_digests
 from megatron_rl.distributed.image_exchange import ImageExchange
 from megatron_rl.distributed.world import World, all_gather_object, default_store, long_timeout_group, raise_on_all_ranks, run_on_rank_zero
 from megatron_rl.observe.judge_stats import JudgeStats
 from megatron_rl.policy.checkpoint_merge import CheckpointMerge
 from megatron_rl.policy.critic import Critic
+from megatron_rl.policy.divergence import TeacherTerm
 from megatron_rl.policy.kernels import transformer_engine_error
 from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import Layout, build_layout, destroy_layout
 from megatron_rl.policy.patches import ImagePatchFn
 from megatron_rl.policy.policy import Policy
-from megatron_rl.policy.teacher import Teacher, TeacherModel, TeacherTerm, load_teacher_model
+from megatron_rl.policy.server_teacher import ServerTeacher
+from megatron_rl.policy.teacher import Teacher, TeacherModel, load_teacher_model
 from megatron_rl.registry import Plugins, has_critic
 from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.episode import EpisodeSettings
@@ -183,20 +185,22 @@ def build_rollout_manager(
         engine_rank=engine_rank, callbacks=callbacks,
     )  # fmt: skip
     if settings.stage == "rl" and settings.distill.server.is_used:
-        manager.teacher = build_teacher_client(settings.distill.server, renderer)
+        manager.teacher = build_teacher_client(settings.distill, renderer)
     return manager
 
 
-def build_teacher_client(server: TeacherServerSettings, renderer: Renderer) -> TeacherClients:
+def build_teacher_client(distill: DistillSettings, renderer: Renderer) -> TeacherClients:
     """Build the clients of the teachers' servers.
 
     Raises ValueError if the token file cannot be read.
     """
+    server = distill.server
     try:
         token = read_token(server.token_file) if server.token_file else ""
     except ValueError as error:
         raise ValueError(f"distill.server.token_file={error}") from error
-    return TeacherClients(server, image_token_id=renderer.image_token_id, token=token)
+    top_k = distill.top_k if distill.has_divergence else 0
+    return TeacherClients(server, image_token_id=renderer.image_token_id, token=token, top_k=top_k)
 
 
 def make_owner_name(settings: Settings, run_name: str) -> str:
@@ -391,6 +395,8 @@ def build_context(
         closing.callback(critic.close)
     if settings.distill.teacher_paths:
         policy.teachers = build_teachers(settings, layout, policy, patches=patches)
+    elif settings.distill.server.is_used and (term := make_teacher_term(settings.distill)):
+        policy.teachers = [ServerTeacher(policy=policy.distribution, term=term)]
     elif settings.distill.merge.method:
         merge_checkpoints_as_teacher(settings, layout, policy)
     record = Run(settings, world, num_steps=stage.num_steps, first_step=state.step, history=state.history)

@@ -12,7 +12,7 @@ from megatron_rl.algo.gae import values_and_returns
 from megatron_rl.algo.rollout_correction import bypasses
 from megatron_rl.algo.thoughts import scale_thought_logprobs
 from megatron_rl.batching.minibatches import RankShares, cut_minibatches
-from megatron_rl.batching.packing import gather_column
+from megatron_rl.batching.packing import gather_column, gather_teacher_top
 from megatron_rl.batching.token_stats import write_column
 from megatron_rl.config import AlgoSettings, Settings
 from megatron_rl.policy.critic import Critic
@@ -115,6 +115,8 @@ def pack_minibatches(
     if settings.distill.server.is_used:
         for batch in every:
             batch.teacher_logprob_T = gather_column(rollouts, batch, "teacher_logprobs")
+            if settings.distill.has_divergence and batch.teacher >= 0 and batch.row_R.numel():
+                batch.teacher_top_RK = gather_teacher_top(rollouts, batch)
     if settings.algo.thought_logprob_scale != 1:
         scale_thought_logprobs(rollouts, settings.algo.thought_logprob_scale)
         for batch in every:

@@ -12,6 +12,7 @@ Shape suffixes of tensor names:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -166,6 +167,22 @@ class Image:
         return replace(self, patch_PC=None)
 
 
+@dataclass(slots=True, frozen=True)
+class TopTokens:
+    """A teacher's most probable tokens at each sampled token of a sequence, from a server.
+
+    Example: top_k=2 and two sampled tokens; the server returned a single token for the second one:
+
+        token_ids  [7, 3, 9, -1]        logprobs  [-0.1, -2.5, -0.01, -inf]
+    """
+
+    top_k: int
+    token_ids: array[int]
+    """top_k ids for each sampled token, flat; -1 where the server returned fewer."""
+    logprobs: array[float]
+    """Logprob of each id under the teacher."""
+
+
 @dataclass(slots=True)
 class TokenSequence:
     """Token ids of one context window, with lists of per-token values aligned to the token ids.
@@ -209,6 +226,11 @@ class TokenSequence:
     """Entropy in nats of the trainer's next-token distribution for each sampled token, computed in
     the first update that trains on the token (batching/token_stats.py). The list is empty if
     entropies are not recorded.
+    """
+    teacher_top: TopTokens | None = None
+    """Most probable tokens of a teacher on servers; None without distill.support=top_k.
+
+    They are not recorded.
     """
 
     def extend(
@@ -581,6 +603,10 @@ class MicroBatch:
     """Final hidden states of the teacher at row_R, on the host. Only the last pipeline stage has
     them, and only if a divergence from the teacher is part of the loss.
     """
+    teacher_top_RK: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Ids and logprobs of the most probable tokens of a teacher on servers at row_R, on the host
+    (TopTokens). None for a teacher in this process.
+    """
     logprob_scale_T: torch.Tensor | None = None
     """Factor by which each target's logprob is multiplied in the policy loss. None means a factor
     of 1.
@@ -661,8 +687,8 @@ class LossInputs:
     between two observations, and no two turns of a micro-batch share an index.
     """
     teacher_logprob_R: torch.Tensor | None = None
-    """Logprob of each token under the teacher; None without distillation. If the tokens' data source
-    has no teacher, equal to the detached logprob_R, and divergence_R is 0.
+    """Logprob of each token under the teacher; None without distillation. If the data source of the
+    tokens has no teacher, this is the detached logprob_R, and divergence_R is 0.
     """
     divergence_R: torch.Tensor | None = None
     """Divergence of the policy's next-token distribution from the teacher's, with gradient; None if

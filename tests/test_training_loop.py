@@ -421,8 +421,8 @@ def test_a_teacher_reads_every_sequence(apply_to: str, asked: list[str], monkeyp
 
 
 def test_each_data_source_has_its_own_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups 0 and 3 learn from the first teacher, group 2 from the second one, with logprobs smaller
-    by 1. Without a teacher, group 2 keeps the advantages of RLOO, and records no logprobs."""
+    """Groups 0 and 3 learn from the first teacher, group 2 from the second one, with logprobs
+    smaller by 1. Without a teacher, group 2 keeps the advantages of RLOO, and records no logprobs."""
     monkeypatch.setattr(token_stats, "all_gather_large_object", lambda columns: [columns])
     own = {0: -2.0, 2: 2.0, 6: 1.0, 7: 1.75}  # as in the test above the last one; all others are 0
     for second, lacks in (("two", False), ("", True)):

@@ -257,6 +257,22 @@ def scatter_to_rollouts(rollouts: Sequence[Rollout], batches: Sequence[MicroBatc
     return columns
 
 
+def gather_teacher_top(rollouts: Sequence[Rollout], batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return TokenSequence.teacher_top of a micro-batch's rows as ids and logprobs, [R, K] each."""
+    ids, logprobs = [], []
+    for origin, (first, last) in zip(batch.origin_S, pairwise(batch.offset_S1), strict=True):
+        if origin is None:
+            continue
+        sequence = rollouts[origin.rollout].sequences[origin.sequence]
+        start, top = origin.start + 1, sequence.teacher_top
+        assert top is not None, "the server's tokens are missing"
+        before, num = sum(sequence.loss_mask[:start]), sum(sequence.loss_mask[start : start + last - first])
+        rows = slice(before * top.top_k, (before + num) * top.top_k)
+        ids.append(torch.tensor(top.token_ids[rows], dtype=torch.long).view(num, top.top_k))
+        logprobs.append(torch.tensor(top.logprobs[rows], dtype=torch.float32).view(num, top.top_k))
+    return torch.cat(ids), torch.cat(logprobs)
+
+
 def gather_column(rollouts: Sequence[Rollout], batch: MicroBatch, column: str) -> torch.Tensor:
     """Return a per-token column of the rollouts, aligned to a micro-batch's targets, as [T].
 

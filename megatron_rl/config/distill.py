@@ -54,7 +54,7 @@ class DistillSettings:
     term if that is empty or if its directory is empty."""
     server: TeacherServerSettings = field(default_factory=TeacherServerSettings)
     """Servers of the teacher, in place of distill.teacher. They return the logprobs of sampled
-    tokens only, so distill.apply_to=reward or distill.support=sampled is required."""
+    tokens and of the most probable tokens, so distill.support=full is not available."""
     merge: MergeSettings = field(default_factory=MergeSettings)
     """Merge of the policy's own checkpoints as the teacher, in place of distill.teacher."""
     coef: float = 1.0
@@ -107,8 +107,8 @@ class DistillSettings:
         remedy = "are further teachers next to distill.server.urls or distill.merge.method; leave one of them out"
         require(not (self.teachers and others), "distill.teachers", self.teachers, remedy)
         require(not self.teachers or any(self.teachers.values()), "distill.teachers", self.teachers, "names no directory of a teacher")
-        remedy = "needs more than servers return, the logprobs of given tokens; use sampled, or distill.apply_to=reward"
-        require(not (in_loss and self.server.is_used) or self.support == "sampled", "distill.support", self.support, remedy)
+        remedy = "needs more than servers return; use top_k or sampled, or distill.apply_to=reward"
+        require(not (in_loss and self.server.is_used) or self.support != "full", "distill.support", self.support, remedy)
         method, remedy = self.merge.method, "is a second teacher next to distill.teacher or distill.server.urls; leave one of them out"
         require(not method or not (self.teacher or self.server.is_used), "distill.merge.method", method, remedy)
 
@@ -157,7 +157,7 @@ class DistillSettings:
     @property
     def has_divergence(self) -> bool:
         """True if the loss compares distributions over several outcomes with the teacher's."""
-        return self.is_local and self.apply_to == "loss" and self.support != "sampled"
+        return self.has_teacher and self.apply_to == "loss" and self.support != "sampled"
 
 
 UNUSED = {each.name: each.default for each in fields(DistillSettings) if each.name not in ("teacher", "teachers", "server", "merge")}

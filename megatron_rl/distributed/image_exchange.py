@@ -20,7 +20,7 @@ from PIL import Image as pil
 from PIL.Image import Image as Picture
 
 from megatron_rl.distributed.world import all_gather_large_object, all_gather_object
-from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence
+from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence, TopTokens
 
 T = TypeVar("T")
 SIBLING_MEMORY = ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid")
@@ -262,16 +262,19 @@ def _pack_context(context: TokenSequence, images: list[Image]) -> tuple:
         array("i", [context.weight_versions[place] for place in sampled]),
         images,
         {name: array("d", getattr(context, name)) for name in TOKEN_COLUMNS},
+        context.teacher_top,
     )
 
 
 def _unpack_context(
-    token_ids: array, mask: bytes, logprobs: array, versions: array, images: list[Image], attached: dict[str, array]
-) -> TokenSequence:
+    token_ids: array, mask: bytes, logprobs: array, versions: array, images: list[Image], attached: dict[str, array],
+    teacher_top: TopTokens | None,
+) -> TokenSequence:  # fmt: skip
     context = TokenSequence(token_ids.tolist(), list(mask), [0.0] * len(mask), [-1] * len(mask), images)
     places = (place for place, is_sampled in enumerate(mask) if is_sampled)
     for place, logprob, version in zip(places, logprobs, versions, strict=True):
         context.rollout_logprobs[place], context.weight_versions[place] = logprob, version
     for name, column in attached.items():
         setattr(context, name, column.tolist())
+    context.teacher_top = teacher_top
     return context

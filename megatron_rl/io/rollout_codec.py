@@ -1,11 +1,11 @@
 """Converts rollouts to plain JSON values (`to_record`) and back (`from_record`).
 
 The conversion is exact, bit for bit. A record contains every field of the classes Rollout,
-TokenSequence, Turn, ToolCall and JudgeResult (types.py), keyed by field name. Fields that are added
-to these classes are recorded automatically; increase VERSION when you add a field. Images are saved
-and loaded by name, through functions passed by the caller. Image patches are not recorded;
-Renderer.patches recomputes them. A record is written as one line by jsonl.to_json_line, which
-converts NaN and infinite numbers to strings.
+TokenSequence, Turn, ToolCall and JudgeResult (types.py) except NOT_RECORDED, keyed by field name.
+Fields that are added to these classes are recorded automatically; increase VERSION when you add a
+field. Images are saved and loaded by name, through functions passed by the caller. Image patches
+are not recorded; Renderer.patches recomputes them. A record is written as one line by
+jsonl.to_json_line, which converts NaN and infinite numbers to strings.
 
     {"version": 10, "images": {KEY: {"name": NAME, "grid": [1, 8, 8], "merge": 2}},
      "task": "number_line", ...,
@@ -36,8 +36,13 @@ MAX_PATCHES = 1 << 24
 """Maximum number of patches per image, which corresponds to about three gigapixels. A damaged grid
 with more patches could make a reader allocate too much memory.
 """
-RECORD_FIELDS = {kind: get_type_hints(kind) for kind in (Rollout, TokenSequence, Turn, ToolCall, JudgeResult)}
-"""Names and type annotations of the fields of each recorded class."""
+NOT_RECORDED = ("teacher_top",)
+"""Fields that are not recorded, because they are larger than all others together."""
+RECORD_FIELDS = {
+    kind: {name: annotation for name, annotation in get_type_hints(kind).items() if name not in NOT_RECORDED}
+    for kind in (Rollout, TokenSequence, Turn, ToolCall, JudgeResult)
+}
+"""Names and type annotations of the recorded fields of each recorded class."""
 
 
 def to_record(rollout: Rollout, save_image: Callable[[Image], str]) -> dict[str, Any]:

@@ -200,7 +200,8 @@ def _plan_rank(
         key=lambda found: found.total_bytes,
     )  # one model trains at a time
     unplanned += rank_share.teacher_output_bytes
-    compared = _divergence_bytes(model, settings, itemsize=itemsize) if rank_share.teacher_output_bytes else 0
+    has_head = rank_share.pp_rank == parallel.pp - 1
+    compared = _divergence_bytes(model, settings, itemsize=itemsize) if has_head else 0
     step = 0 if parallel.offload_optimizer else held.moment_bytes // 2  # torch's AdamW allocates the roots of all second moments at once
     largest_phase = max(passing.total_bytes + compared, step, rank_share.largest_teacher_bytes)
     largest = max(model.vocab_size * model.hidden_size, _num_params_of_expert_tensor(model)) * itemsize
@@ -220,12 +221,13 @@ def _plan_rank(
 def _divergence_bytes(model: ModelSpec, settings: Settings, *, itemsize: int) -> int:
     """Return the bytes that a divergence from the teacher adds to the logits of a chunk.
 
-    These are the teacher's logits, the gradient of the divergence, and with top_k a mask.
+    These are the teacher's logits, the gradient of the divergence, and with top_k a mask. Logprobs
+    from servers are float32.
     """
     distill, parallel = settings.distill, settings.parallel
     if not distill.has_divergence:
         return 0
-    per_entry = 2 * itemsize + (distill.support == "top_k")
+    per_entry = (itemsize if distill.is_local else 4) + itemsize + (distill.support == "top_k")
     return parallel.log_probs_chunk_size * model.vocab_size // parallel.tp * per_entry
 
 

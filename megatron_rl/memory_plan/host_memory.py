@@ -42,6 +42,8 @@ class HostMemoryPlan:
     """Bytes of the sandboxes that run code, each counted with its maximum memory."""
     teacher_hidden_bytes: int = 0
     """Upper bound on the bytes of the teacher's hidden states of a step's sampled tokens."""
+    teacher_top_bytes: int = 0
+    """Upper bound on the bytes of the top tokens that a teacher's servers returned for a step."""
     published_weight_bytes: int = 0
     """Bytes of the last published weights, on the first rank only.
 
@@ -57,8 +59,8 @@ class HostMemoryPlan:
     @property
     def rank_bytes(self) -> int:
         """Number of bytes needed by one rank."""
-        of_model = self.optimizer_bytes + self.weight_copy_bytes + self.checkpoint_bytes + self.teacher_hidden_bytes
-        return PROCESS_BYTES + of_model + self.image_bytes + self.sandbox_bytes
+        of_model = self.optimizer_bytes + self.weight_copy_bytes + self.checkpoint_bytes
+        return PROCESS_BYTES + of_model + self.teacher_hidden_bytes + self.teacher_top_bytes + self.image_bytes + self.sandbox_bytes
 
 
 def plan_host_memory(
@@ -118,12 +120,24 @@ def _plan_rank_host_memory(
     return HostMemoryPlan(
         optimizer_bytes=state, weight_copy_bytes=copies, checkpoint_bytes=checkpoint, image_bytes=image_bytes, sandbox_bytes=sandbox_bytes,
         teacher_hidden_bytes=_teacher_hidden_bytes(settings, replicas=replicas) if rank_share.teacher_output_bytes else 0,
+        teacher_top_bytes=_teacher_top_bytes(settings),
     )  # fmt: skip
 
 
 def _merge_state_bytes(rank_share: ModelShare, settings: Settings) -> int:
     """Return the bytes of a merge of checkpoints that are saved in the run's checkpoints."""
     return 4 * len(state_names(settings.distill.merge)) * rank_share.num_merged
+
+
+def _teacher_top_bytes(settings: Settings) -> int:
+    """Return the bytes of the top tokens of a step from servers, which every process holds.
+
+    An id and a logprob take 8 bytes.
+    """
+    distill, task, batch = settings.distill, settings.task, settings.batch
+    if distill.is_local or not distill.has_divergence:
+        return 0
+    return batch.prompts_per_step * batch.group_size * task.max_turns * task.max_new_tokens * distill.top_k * 8
 
 
 def _teacher_hidden_bytes(settings: Settings, *, replicas: int) -> int:

@@ -87,6 +87,7 @@ def _host_line(planned: MemoryPlan) -> str:
     host, ranks = planned.host, min(planned.world_size, GPUS_PER_NODE)
     sent = f"weights for remote engines {format_gb(host.published_weight_bytes)} + " if host.published_weight_bytes else ""
     hidden = f"hidden states of the teacher at most {format_gb(host.teacher_hidden_bytes)}, " if host.teacher_hidden_bytes else ""
+    hidden += f"top tokens of the teacher at most {format_gb(host.teacher_top_bytes)}, " if host.teacher_top_bytes else ""
     return (
         f"host memory of a node with {ranks} GPUs: up to {format_gb(host.node_bytes(ranks))} = {sent}{ranks} x ("
         f"processes {format_gb(PROCESS_BYTES)}, optimizer {format_gb(host.optimizer_bytes)}, "

@@ -17,8 +17,18 @@ DivergenceFn = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.
 """(log p, log q) -> terms f of the divergence, and g = dD / d log p (algo/divergences.py)."""
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A tensor of the policy, and the same of the teacher."""
-_MIN_TAIL = 1e-30
+MIN_TAIL = 1e-30
 """Lower bound on the probability of the tail, so that its logarithm is finite."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TeacherTerm:
+    """Divergence that the teacher adds to an update."""
+
+    divergence: DivergenceFn
+    """Terms of the divergence (algo/divergences.py)."""
+    top_k: int = 0
+    """See VocabDivergence.top_k."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -37,13 +47,13 @@ class VocabDivergence:
     are one outcome. 0 makes every token an outcome of its own.
     """
 
-    def __call__(self, logits_RV: torch.Tensor, teacher_logits_RV: torch.Tensor) -> torch.Tensor:
+    def __call__(self, logits_RV: torch.Tensor, teacher_logits_RV: torch.Tensor, top_RV: torch.Tensor | None = None) -> torch.Tensor:
         """Return the divergence of each row, fp32 [R], equal on every tensor-parallel rank.
 
         The function is differentiable with respect to `logits_RV`. Each rank receives the gradient
-        of its own part of the vocabulary.
+        of its own part of the vocabulary. `top_RV` is the mask of the top tokens if it is known.
         """
-        return _Divergence.apply(logits_RV, teacher_logits_RV.detach(), self)
+        return _Divergence.apply(logits_RV, teacher_logits_RV.detach(), top_RV, self)
 
     def log_sum(self, logits_RV: torch.Tensor) -> torch.Tensor:
         """Return log sum exp of each row's scaled logits over the whole vocabulary, [R]."""
@@ -77,17 +87,20 @@ class _Divergence(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits_RV: torch.Tensor, teacher_logits_RV: torch.Tensor, how: VocabDivergence) -> torch.Tensor:  # noqa: ANN001
+    def forward(
+        ctx, logits_RV: torch.Tensor, teacher_logits_RV: torch.Tensor, top_RV: torch.Tensor | None, how: VocabDivergence,  # noqa: ANN001
+    ) -> torch.Tensor:  # fmt: skip
         row_sums, _ = _COMPILED if logits_RV.is_cuda else _EAGER
         log_sums = (how.log_sum(logits_RV), how.log_sum(teacher_logits_RV))
-        top_RV = how.find_top(teacher_logits_RV) if how.top_k else None
+        if top_RV is None and how.top_k:
+            top_RV = how.find_top(teacher_logits_RV)
         sums = row_sums((logits_RV, teacher_logits_RV), how.banned_V, how.temperature, log_sums, top_RV, how.terms)
         if how.group.size() > 1:
             dist.all_reduce(sums, group=how.group)
         divergence_R, total_R, tail_p_R, tail_q_R = sums
         ratio_R = torch.zeros_like(total_R)
         if top_RV is not None:
-            tail_p_R, tail_q_R = tail_p_R.clamp(min=_MIN_TAIL), tail_q_R.clamp(min=_MIN_TAIL)
+            tail_p_R, tail_q_R = tail_p_R.clamp(min=MIN_TAIL), tail_q_R.clamp(min=MIN_TAIL)
             term_R, grad_R = how.terms(tail_p_R.log(), tail_q_R.log())
             divergence_R, total_R, ratio_R = divergence_R + term_R, total_R + grad_R, grad_R / tail_p_R
         ctx.save_for_backward(logits_RV, teacher_logits_RV, *log_sums, total_R, ratio_R, top_RV)
@@ -95,12 +108,12 @@ class _Divergence(torch.autograd.Function):
         return divergence_R
 
     @staticmethod
-    def backward(ctx, grad_R: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # noqa: ANN001
+    def backward(ctx, grad_R: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # noqa: ANN001
         logits_RV, teacher_logits_RV, log_sum_R, teacher_log_sum_R, total_R, ratio_R, top_RV = ctx.saved_tensors
         _, gradient = _COMPILED if logits_RV.is_cuda else _EAGER
         how: VocabDivergence = ctx.how
         logits, log_sums = (logits_RV, teacher_logits_RV), (log_sum_R, teacher_log_sum_R)
-        return gradient(logits, how.banned_V, how.temperature, log_sums, top_RV, how.terms, total_R, ratio_R, grad_R), None, None
+        return gradient(logits, how.banned_V, how.temperature, log_sums, top_RV, how.terms, total_R, ratio_R, grad_R), None, None, None
 
 
 def _row_sums(

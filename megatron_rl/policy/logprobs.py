@@ -21,12 +21,12 @@ _REMOVED = -1e30
 class TeacherComparison:
     """Compares the policy's distribution at each row with the distribution of a teacher."""
 
-    hidden_RH: torch.Tensor
-    """Final hidden states of the teacher."""
-    head: Callable[[torch.Tensor], torch.Tensor]
-    """Computes the teacher's logits [R, V] from its hidden states."""
-    divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """Computes the divergence [R] from the policy's and the teacher's logits."""
+    columns: tuple[torch.Tensor, ...]
+    """Tensors with one row per sampled token that determine the teacher's distributions, such as
+    final hidden states [R, H].
+    """
+    divergence: Callable[..., torch.Tensor]
+    """Computes the divergence [R] from the policy's logits [R, V] and the rows of `columns`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,9 +60,9 @@ class TokenDistribution:
             found = vocab_parallel_logprobs(
                 logits, target, banned_V=self.banned_V, temperature=self.temperature, first_id=self.first_id, group=self.group
             )
-            return found if compare is None else (*found, compare.divergence(logits, compare.head(*teacher)))
+            return found if compare is None else (*found, compare.divergence(logits, *teacher))
 
-        rows = (hidden_RH, target_R) if compare is None else (hidden_RH, target_R, compare.hidden_RH)
+        rows = (hidden_RH, target_R) if compare is None else (hidden_RH, target_R, *compare.columns)
         if target_R.numel() <= self.rows_per_block:
             return block(*rows)
         blocks = zip(*(column.split(self.rows_per_block) for column in rows), strict=True)

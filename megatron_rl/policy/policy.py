@@ -28,6 +28,7 @@ from megatron_rl.policy.network import Network, TrainingSettings
 from megatron_rl.policy.offload import HostCopy
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import ImagePatchFn, images_of_rank, patch_bytes
+from megatron_rl.policy.server_teacher import ServerTeacher
 from megatron_rl.policy.teacher import Teacher, compare_with_teacher, teacher_logprobs
 from megatron_rl.policy.trainable_model import TrainableModel
 from megatron_rl.policy.transformer import HeadConfig
@@ -92,7 +93,7 @@ class Policy(TrainableModel):
         self.distribution = TokenDistribution(banned_V, temperature, first_id, layout.tp_group, training.parallel.log_probs_chunk_size)
         keep = keep_reference and not self.lora.rank
         self._has_values, self._shares_prompts = critic is not None, can_share_prompts(self.network.device, next(chunks.parameters()).dtype)
-        self.teachers: list[Teacher] = []
+        self.teachers: Sequence[Teacher | ServerTeacher] = []
         self.make_teacher: Callable[[], Teacher] | None = None
         """Builds the teacher from the merged checkpoints; None without distill.merge."""
         self.reference = HostCopy(chunks.parameters()) if keep else None
@@ -211,7 +212,7 @@ class Policy(TrainableModel):
         return self.network.update(batches, on_hidden, step=step, is_partial=value_head_only, check=check)
 
     def _logprob_and_entropy(
-        self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor, *, teachers: Sequence[Teacher] = ()
+        self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor, *, teachers: Sequence[Teacher | ServerTeacher] = ()
     ) -> tuple[torch.Tensor, ...]:
         compare = compare_with_teacher(teachers, batch)
         found = self.distribution(self.network.chunks[-1].head, hidden_RH, batch.target_T[rows_R], compare)

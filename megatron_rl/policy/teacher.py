@@ -16,25 +16,16 @@ import torch.distributed as dist
 
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.policy.divergence import DivergenceFn, VocabDivergence
+from megatron_rl.policy.divergence import TeacherTerm, VocabDivergence
 from megatron_rl.policy.load_model import load_model
 from megatron_rl.policy.logprobs import TeacherComparison, TokenDistribution
 from megatron_rl.policy.offload import HostCopy
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import ImagePatchFn, patch_bytes
 from megatron_rl.policy.pipeline import Pipeline
+from megatron_rl.policy.server_teacher import ServerTeacher
 from megatron_rl.policy.transformer import HeadConfig, ModelChunks
 from megatron_rl.types import MicroBatch
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class TeacherTerm:
-    """Divergence that the teacher adds to an update."""
-
-    divergence: DivergenceFn
-    """Terms of the divergence (algo/divergences.py)."""
-    top_k: int = 0
-    """See VocabDivergence.top_k."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -153,7 +144,11 @@ class Teacher:
         if hidden_RH is None:  # the micro-batch has no sampled tokens
             hidden_RH = self._output_VH.new_zeros(0, self._output_VH.shape[1])
         hidden_RH = hidden_RH.to(self._output_VH.device, non_blocking=True)
-        return TeacherComparison(hidden_RH=hidden_RH, head=self.logits, divergence=self._divergence)
+        return TeacherComparison(columns=(hidden_RH,), divergence=self._diverge)
+
+    def _diverge(self, logits_RV: torch.Tensor, hidden_RH: torch.Tensor) -> torch.Tensor:
+        assert self._divergence is not None
+        return self._divergence(logits_RV, self.logits(hidden_RH))
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """Compute the teacher's logits for this rank's part of the policy's vocabulary.
@@ -178,7 +173,7 @@ class Teacher:
         return torch.nn.functional.pad(rows_VH, (0, 0, 0, num - rows_VH.shape[0])).clone()
 
 
-def teacher_logprobs(teachers: Sequence[Teacher], batches: list[MicroBatch]) -> list[torch.Tensor]:
+def teacher_logprobs(teachers: Sequence[Teacher | ServerTeacher], batches: list[MicroBatch]) -> list[torch.Tensor]:
     """Return the logprobs [T] of each micro-batch under its own teacher; see Teacher.logprobs.
 
     The result is 0 for a micro-batch without a teacher. The teachers run one after the other, so
@@ -189,13 +184,14 @@ def teacher_logprobs(teachers: Sequence[Teacher], batches: list[MicroBatch]) -> 
     for index, teacher in enumerate(teachers):
         places = [place for place, batch in enumerate(batches) if batch.teacher == index]
         if places:  # the ranks of a model replica have the same micro-batches
+            assert isinstance(teacher, Teacher), "a teacher on servers has scored the tokens after each episode"
             own = teacher.logprobs([batches[place] for place in places])
             for place, logprob_T in zip(places, own, strict=True):
                 found[place] = logprob_T
     return found
 
 
-def compare_with_teacher(teachers: Sequence[Teacher], batch: MicroBatch) -> TeacherComparison | None:
+def compare_with_teacher(teachers: Sequence[Teacher | ServerTeacher], batch: MicroBatch) -> TeacherComparison | None:
     """Return the comparison of the policy with the teacher of a micro-batch.
 
     Returns None if the micro-batch has no teacher, or if the update has no divergence term.

@@ -126,8 +126,7 @@ def test_bad_settings_are_one_line(given: dict, message: str) -> None:
     ("given", "refusal"),
     [
         ({"teacher": "t"}, "distill.teacher=t: is a second teacher next to distill.server.urls; leave one of them out"),
-        ({}, "distill.support=full: needs more than servers return, the logprobs of given tokens; use sampled, or distill.apply_to=reward"),
-        ({"support": "top_k"}, "distill.support=top_k: needs more than servers return"),
+        ({}, "distill.support=full: needs more than servers return; use top_k or sampled, or distill.apply_to=reward"),
     ],
 )
 def test_settings_that_a_server_cannot_serve(given: dict, refusal: str) -> None:
@@ -135,6 +134,7 @@ def test_settings_that_a_server_cannot_serve(given: dict, refusal: str) -> None:
     for fits in ({"apply_to": "reward"}, {"support": "sampled"}):
         settings = DistillSettings(server=server, **fits)
         assert settings.has_teacher and not settings.has_divergence and settings.rewards_tokens == ("apply_to" in fits)
+    assert DistillSettings(server=server, support="top_k").has_divergence
     with pytest.raises(ValueError, match=f"^{re.escape(refusal)}"):
         DistillSettings(server=server, **given)
     with pytest.raises(ValueError, match=r"^distill.server.token_file=key: has no effect without distill.server.urls"):
@@ -142,7 +142,7 @@ def test_settings_that_a_server_cannot_serve(given: dict, refusal: str) -> None:
 
 
 def test_teachers_by_data_source() -> None:
-    """A source that is not listed has distill.teacher, and an empty directory leaves a source out."""
+    """A source that is not listed has distill.teacher; an empty directory leaves a source out."""
     settings = DistillSettings(teachers={"a": "one", "b": "two", "c": "one", "d": ""})
     assert settings.has_teacher and settings.is_local and settings.has_divergence and settings.teacher_paths == ["one", "two"]
     assert [settings.teacher_index(source) for source in "abcdx"] == [0, 1, 0, -1, -1]

@@ -15,6 +15,7 @@ from megatron_rl.config import (
     Settings,
     SftSettings,
     TaskSettings,
+    TeacherServerSettings,
 )
 from megatron_rl.memory_plan.gpu_memory import _divergence_bytes
 from megatron_rl.memory_plan.host_memory import plan_host_memory
@@ -48,23 +49,25 @@ def test_a_teacher_of_7b_for_a_policy_of_3b(tp: int, pp: int) -> None:
 
 def test_two_teachers_by_data_source() -> None:
     """The host holds both teachers, and the device the larger one at a time and both output layers.
-    The hidden states are as large as the larger teacher's."""
-    settings = Settings(model=ModelSettings(path=POLICY, dtype="bfloat16"), run=RunSettings(dir="there"))
-    both = {"a": POLICY, "b": TEACHER, "c": TEACHER}
-    found, one, two = (
-        compute_model_shares(load_known_spec(POLICY), replace(settings, distill=distill), world_size=1)[0]
-        for distill in (DistillSettings(teachers=both), DistillSettings(teacher=POLICY), DistillSettings(teacher=TEACHER))
-    )
-    assert (
-        found.teacher_bytes == one.teacher_bytes + two.teacher_bytes
-        and found.largest_teacher_bytes == two.teacher_bytes == 2 * TEACHER_PARAMS
-    )
-    assert found.teacher_output_bytes == one.teacher_output_bytes + two.teacher_output_bytes
-    plans = [
-        plan_host_memory([found], load_known_spec(POLICY), replace(settings, distill=distill), world_size=1, uses_sandbox=False)
-        for distill in (DistillSettings(teachers=both), DistillSettings(teacher=TEACHER))
-    ]
-    assert plans[0].teacher_hidden_bytes == plans[1].teacher_hidden_bytes > 0
+    The hidden states are as large as the larger teacher's: of 512 episodes of 512 tokens."""
+    settings = Settings(
+        model=ModelSettings(path=POLICY, dtype="bfloat16"), run=RunSettings(dir="there"),
+        distill=DistillSettings(teachers={"a": POLICY, "b": TEACHER, "c": TEACHER}),
+        batch=BatchSettings(prompts_per_step=64, group_size=8), task=TaskSettings(name="vqa", max_turns=1, max_new_tokens=512),
+    )  # fmt: skip
+    model = load_known_spec(POLICY)
+    (share,) = compute_model_shares(model, settings, world_size=1)
+    assert share.largest_teacher_bytes == 2 * TEACHER_PARAMS
+    assert share.teacher_bytes == 2 * (TEACHER_PARAMS + share.num_params)
+    assert share.teacher_output_bytes == 2 * (HIDDEN + 2048) * VOCABULARY
+    plan = plan_host_memory([share], model, settings, world_size=1, uses_sandbox=False)
+    assert (plan.teacher_hidden_bytes, plan.teacher_top_bytes) == (512 * 512 * HIDDEN * 2, 0)
+    servers = DistillSettings(server=TeacherServerSettings(urls=["http://one:8000"]), support="top_k", top_k=20)
+    on_servers = replace(settings, distill=servers)
+    plan = plan_host_memory([replace(share, teacher_output_bytes=0)], model, on_servers, world_size=1, uses_sandbox=False)
+    assert (plan.teacher_hidden_bytes, plan.teacher_top_bytes) == (0, 512 * 512 * 20 * 8)
+    assert plan.rank_bytes - replace(plan, teacher_top_bytes=0).rank_bytes == 512 * 512 * 20 * 8
+    assert _divergence_bytes(model, on_servers, itemsize=2) == 2048 * VOCABULARY * (4 + 2 + 1)
 
 
 def test_the_teachers_hidden_states_on_the_host() -> None:

@@ -16,7 +16,7 @@ from megatron_rl.errors import AccessDenied, InfraError, PermanentInfraError
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.rollout_store import read_rollouts
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.vllm.teacher_client import TeacherClient, TeacherClients, parse_logprobs
+from megatron_rl.rollout.vllm.teacher_client import TeacherClient, TeacherClients, parse_scores
 from megatron_rl.types import Rollout, TokenSequence
 from megatron_rl_tools.convert import verify
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
@@ -71,7 +71,7 @@ def test_logprobs_are_those_of_hugging_face(url: str, teacher: Path) -> None:
         await client.add_logprobs([sequence, unsampled])
         found = await client.score(sequence)
         await client.close()
-        return found
+        return [score.logprob for score in found]
 
     found, expected = asyncio.run(use()), hf_logprobs(teacher, sequence, renderer)
     assert found[0] == 0.0 and found[1:] == pytest.approx(expected, abs=1e-4)
@@ -125,6 +125,58 @@ def test_a_run_learns_from_the_server(torchrun, url: str, teacher: Path, random_
     assert len(rollouts) == 4 and step["distill/reverse_kl"] == pytest.approx(sum(sampled) / len(sampled), abs=1e-4)
 
 
+def test_top_tokens_are_those_of_hugging_face(url: str, teacher: Path) -> None:
+    """The five most probable tokens at each sampled token, and a server that returns fewer."""
+    renderer = Renderer(ModelSettings(path=str(teacher), **PIXELS))
+    sequence, settings = make_sequence(renderer), TeacherServerSettings(urls=[url])
+
+    async def use(top_k: int) -> None:
+        client = TeacherClient(settings, image_token_id=renderer.image_token_id, top_k=top_k)
+        try:
+            await client.start(renderer.tokenizer.encode)
+            await client.add_logprobs([sequence])
+        finally:
+            await client.close()
+
+    asyncio.run(use(5))
+    top, places = sequence.teacher_top, [place for place, mask in enumerate(sequence.loss_mask) if mask]
+    assert top is not None
+    model = AutoModelForImageTextToText.from_pretrained(teacher, dtype=torch.float32)
+    with torch.no_grad():
+        logp = verify.compute_logits(model, sequence, image_token_id=renderer.image_token_id).log_softmax(-1)
+    best = logp[[place - 1 for place in places]].topk(5)
+    assert [*top.token_ids] == best.indices.flatten().tolist()
+    assert [*top.logprobs] == pytest.approx(best.values.flatten().tolist(), abs=1e-4)
+    with pytest.raises(PermanentInfraError, match=r"HTTP 400: .*; start the server with --max-logprobs 64, or set a smaller distill.top_k"):
+        asyncio.run(use(64))
+
+
+def test_a_run_compares_top_tokens(torchrun, url: str, teacher: Path, random_model: Path, tmp_path: Path) -> None:  # noqa: ANN001
+    """The loss is the mean over sampled tokens of KL(teacher || policy) over the teacher's five most
+    probable tokens and all others together, by Hugging Face's models. Ids that the policy never
+    samples belong to the others."""
+    given = (f"distill.server.urls=[{url}]", "distill.support=top_k", "distill.top_k=5", "distill.divergence=forward_kl", "algo=distill")
+    run = (f"run.dir={tmp_path / 'run'}", "run.steps=2", "rollouts.save=all")
+    torchrun(2, TRAIN, f"model.path={random_model}", *GAME_OVERRIDES, *SMALL, *given, *run)
+    renderer = Renderer(ModelSettings(path=str(teacher), **PIXELS))
+    models = [AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32) for folder in (random_model, teacher)]
+    found: list[float] = []
+    for rollout in read_rollouts(tmp_path / "run" / "rollouts" / "step_000000.parquet"):
+        for sequence in rollout.sequences if rollout.is_trained_on else []:
+            with_patches(sequence, renderer)
+            with torch.no_grad():
+                logits = [verify.compute_logits(model, sequence, image_token_id=renderer.image_token_id).double() for model in models]
+            logits[0][:, renderer.banned_ids] = float("-inf")
+            p_TV, q_TV = (x.softmax(-1) for x in logits)
+            for place in (place for place, mask in enumerate(sequence.loss_mask) if mask):
+                ids = [token for token in q_TV[place - 1].topk(5).indices.tolist() if token not in renderer.banned_ids]
+                p, q = (torch.cat([x[place - 1, ids], 1 - x[place - 1, ids].sum(0, keepdim=True)]) for x in (p_TV, q_TV))
+                found.append((q * (q / p).log()).sum().item())
+    first, second, *_ = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert first["distill/divergence"] == first["loss"] == pytest.approx(sum(found) / len(found), rel=1e-4)
+    assert second["distill/divergence"] < first["distill/divergence"]
+
+
 IDS = [5, 6, 7]
 GOOD = {"prompt_token_ids": IDS, "prompt_logprobs": [None, {"6": {"logprob": -0.5}, "9": {"logprob": -0.1}}, {"7": {"logprob": -2.0}}]}
 
@@ -151,11 +203,13 @@ GOOD = {"prompt_token_ids": IDS, "prompt_logprobs": [None, {"6": {"logprob": -0.
     ],
 )
 def test_replies_that_cannot_be_used(change: dict, error: type[Exception], remedy: str) -> None:
-    assert parse_logprobs(json.dumps(GOOD).encode(), IDS) == [0.0, -0.5, -2.0]
+    assert [score.logprob for score in parse_scores(json.dumps(GOOD).encode(), IDS)] == [0.0, -0.5, -2.0]
+    top = parse_scores(json.dumps(GOOD).encode(), IDS, top_k=1)
+    assert [score.top for score in top] == [(), [(9, -0.1)], [(7, -2.0)]]
     with pytest.raises(error, match=remedy):
-        parse_logprobs(json.dumps({**GOOD, **change}).encode(), IDS)
+        parse_scores(json.dumps({**GOOD, **change}).encode(), IDS)
     with pytest.raises(InvalidReply):
-        parse_logprobs(json.dumps(GOOD).encode()[:-9], IDS)
+        parse_scores(json.dumps(GOOD).encode()[:-9], IDS)
 
 
 async def start_and_close(client: TeacherClient) -> None:

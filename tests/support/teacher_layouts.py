@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.algo.distill import DistillTerm, read_divergence
 from megatron_rl.algo.divergences import DIVERGENCES
@@ -20,9 +21,11 @@ from megatron_rl.batching.packing import pack
 from megatron_rl.config import DistillSettings
 from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.models.hf_config import read_spec
+from megatron_rl.policy.divergence import TeacherTerm
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.policy.teacher import Teacher, TeacherTerm, load_teacher_model
+from megatron_rl.policy.server_teacher import ServerTeacher
+from megatron_rl.policy.teacher import Teacher, load_teacher_model
 from megatron_rl.types import LossInputs, LossMetrics
 from tests.support.parallel_layouts import LayoutCase, compute_gradients, destroy_layout, make_example, make_policy
 
@@ -60,11 +63,38 @@ def run_layout(student: Path, teacher: Path, second: Path, out: Path, text: str)
             batches = policy.pack(contexts, max_tokens=max_tokens)
             policy.logprobs(batches, weights="teacher")
             result[f"{name}_gradients_{cut}"] = compute_gradients(policy, batches, distill)
+    result |= use_top_tokens(policy, layout, teacher, contexts)
     if layout.ep == 1:  # ranks that divide experts need equally many passes, so they have one teacher
         result |= use_two_teachers(policy, layout, (teacher, second), contexts)
     if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
         torch.save(result, out / f"{text}.pt")
     destroy_layout(policy)
+
+
+def use_top_tokens(policy: Policy, layout: Layout, path: Path, contexts: list[PackItem]) -> dict[str, object]:
+    """Return gradients with the top tokens of the teacher, as a server returns them."""
+    name, result = "forward_kl", {}
+    term = TeacherTerm(divergence=DIVERGENCES[name](DistillSettings(teacher="t", divergence=name)), top_k=CASES[name])
+    model = load_teacher_model(str(path), layout, dtype="float32")
+    local = Teacher(model, layout, policy=policy.distribution, term=term)
+    server = ServerTeacher(policy=local._distribution, term=term)  # leaves out the ids that the teacher lacks, as Truth does
+    loss = make_sft_objective(distill=DistillTerm(coef=1.0, divergence=read_divergence), teacher_alone=True)
+    for cut, max_tokens in (("one", 10_000), ("each", 1)):
+        batches = policy.pack(contexts, max_tokens=max_tokens)
+        local.logprobs(batches)
+        for batch in batches:
+            if batch.teacher_hidden_RH is not None:
+                logits_RV = local.logits(batch.teacher_hidden_RH).masked_fill(local._distribution.banned_V, -torch.inf)
+                parts = [torch.empty_like(logits_RV) for _ in range(layout.tp)]
+                dist.all_gather(parts, logits_RV, group=layout.tp_group)
+                logq_RV = (torch.cat(parts, 1) / policy.distribution.temperature).log_softmax(-1)
+                logq_RK, ids_RK = logq_RV.topk(CASES[name], -1)
+                ids_RK[: len(ids_RK) // 2] = ids_RK[: len(ids_RK) // 2].flip(1)  # their order has no effect
+                logq_RK[: len(ids_RK) // 2] = logq_RK[: len(ids_RK) // 2].flip(1)
+                batch.teacher_hidden_RH, batch.teacher_top_RK = None, (ids_RK, logq_RK)
+        policy.teachers = [server]
+        result[f"top_gradients_{cut}"] = compute_gradients(policy, batches, loss)
+    return result
 
 
 def use_two_teachers(policy: Policy, layout: Layout, teachers: tuple[Path, Path], contexts: list[PackItem]) -> dict[str, object]:

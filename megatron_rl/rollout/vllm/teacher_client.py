@@ -8,11 +8,13 @@ Written against vLLM 0.32.0: entrypoints/scale_out/token_in_token_out/{protocol,
 """
 
 import asyncio
+import heapq
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -20,7 +22,7 @@ from megatron_rl.clients.endpoint_pool import Endpoint, EndpointError, EndpointP
 from megatron_rl.config import TeacherServerSettings
 from megatron_rl.errors import PermanentInfraError
 from megatron_rl.rollout.vllm.client import GENERATE_PATH, collapse_image_tokens, make_data_url
-from megatron_rl.types import Rollout, TokenSequence
+from megatron_rl.types import Rollout, TokenSequence, TopTokens
 from megatron_rl_sandbox.bounded_http import DENIED_STATUSES, BoundedClient, NoResponse
 
 T = TypeVar("T")
@@ -29,8 +31,10 @@ TOKENIZER_PROBE = '<|vision_start|><|image_pad|><|vision_end|> Step 12: {"curren
 LOGPROB_PROBE = "one two three"
 """Texts that a server must tokenize as the policy does, and score."""
 CONNECT_TIMEOUT_S = 10.0
-MAX_BYTES_PER_TOKEN, MAX_OTHER_BYTES = 1 << 9, 1 << 20
-"""Limits on the size of a reply in bytes: per token, and for the rest of the reply."""
+MAX_BYTES_PER_TOKEN, MAX_BYTES_PER_TOP_TOKEN, MAX_OTHER_BYTES = 1 << 9, 1 << 8, 1 << 20
+"""Limits on the size of a reply in bytes: per token, per top token of each token, and for the rest
+of the reply.
+"""
 MIN_LOGPROB = -9999.0
 """Value that vLLM returns for a logprob of minus infinity."""
 REJECTED_STATUSES = (400, 404, 405, 413, 422)
@@ -53,9 +57,13 @@ class _Reply(BaseModel):
 class TeacherClient:
     """Client of servers that serve the same teacher."""
 
-    def __init__(self, settings: TeacherServerSettings, *, image_token_id: int, token: str = "") -> None:
-        """Create a client; `token` is the servers' access token."""
-        self._settings, self._image_token_id, self._token = settings, image_token_id, token
+    def __init__(self, settings: TeacherServerSettings, *, image_token_id: int, token: str = "", top_k: int = 0) -> None:
+        """Create a client.
+
+        `token` is the servers' access token. With `top_k`, the client also requests the teacher's
+        most probable tokens.
+        """
+        self._settings, self._image_token_id, self._token, self._top_k = settings, image_token_id, token, top_k
         self._http: BoundedClient | None = None
         self._pool = EndpointPool(
             settings.urls, name="distill.server", max_attempts=settings.max_attempts, timeout_s=settings.timeout_s,
@@ -89,7 +97,7 @@ class TeacherClient:
             await self._http.close()
 
     async def add_logprobs(self, sequences: Sequence[TokenSequence]) -> None:
-        """Set the column teacher_logprobs of each sequence that has sampled tokens.
+        """Set teacher_logprobs, and teacher_top, of each sequence that has sampled tokens.
 
         Raises:
             InfraError: All attempts failed.
@@ -97,11 +105,13 @@ class TeacherClient:
         """
         sampled = [sequence for sequence in sequences if any(sequence.loss_mask)]
         found = await asyncio.gather(*map(self.score, sampled))
-        for sequence, logprobs in zip(sampled, found, strict=True):
-            sequence.set_column("teacher_logprobs", [value * mask for value, mask in zip(logprobs, sequence.loss_mask, strict=True)])
+        for sequence, scores in zip(sampled, found, strict=True):
+            sequence.set_column("teacher_logprobs", [each.logprob * mask for each, mask in zip(scores, sequence.loss_mask, strict=True)])
+            if self._top_k:
+                sequence.teacher_top = join_top_tokens(scores, sequence.loss_mask, top_k=self._top_k)
 
-    async def score(self, sequence: TokenSequence) -> list[float]:
-        """Return the teacher's logprob of every token given the tokens before it; 0 for the first.
+    async def score(self, sequence: TokenSequence) -> "list[TokenScore]":
+        """Return the teacher's score of every token given the tokens before it; 0 for the first.
 
         Raises the errors of `add_logprobs`.
         """
@@ -111,11 +121,11 @@ class TeacherClient:
             "content_parts": [
                 {"type": "image_url", "url": url, "uuid": image.key} for image, url in zip(sequence.images, urls, strict=True)
             ] or None,
-            "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False},
+            "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": self._top_k, "detokenize": False},
             "return_token_ids": True,
         }  # fmt: skip
-        most = MAX_OTHER_BYTES + MAX_BYTES_PER_TOKEN * len(sequence.token_ids)
-        parse = partial(parse_logprobs, token_ids=sequence.token_ids)
+        most = MAX_OTHER_BYTES + (MAX_BYTES_PER_TOKEN + MAX_BYTES_PER_TOP_TOKEN * self._top_k) * len(sequence.token_ids)
+        parse = partial(parse_scores, token_ids=sequence.token_ids, top_k=self._top_k)
         return await self._pool.request(partial(self._send, path=GENERATE_PATH, body=body, parse=parse, max_bytes=most))
 
     async def _send(
@@ -134,6 +144,8 @@ class TeacherClient:
             raise KeyRefused(f"HTTP {answer.status}: requires a valid token; set distill.server.token_file=FILE")
         if answer.status in REJECTED_STATUSES:
             remedy = f"; {_NO_TOKENS_REMEDY}" if answer.status in (404, 405) else ""
+            if self._top_k and "logprobs" in answer.text:
+                remedy = f"; start the server with --max-logprobs {self._top_k}, or set a smaller distill.top_k"
             raise RequestRejected(said + remedy)
         if not answer.is_success:
             raise EndpointError(said)
@@ -143,11 +155,13 @@ class TeacherClient:
 class TeacherClients:
     """Clients of the servers of one or several teachers, chosen by data source."""
 
-    def __init__(self, settings: TeacherServerSettings, *, image_token_id: int, token: str = "") -> None:
-        """Create one client for each distinct list of servers."""
+    def __init__(self, settings: TeacherServerSettings, *, image_token_id: int, token: str = "", top_k: int = 0) -> None:
+        """Create one client for each distinct list of servers; see TeacherClient."""
         self._settings, lists = settings, [settings.urls, *settings.urls_by_source.values()]
         self._clients = {
-            tuple(urls): TeacherClient(replace(settings, urls=urls, urls_by_source={}), image_token_id=image_token_id, token=token)
+            tuple(urls): TeacherClient(
+                replace(settings, urls=urls, urls_by_source={}), image_token_id=image_token_id, token=token, top_k=top_k
+            )
             for urls in lists
             if urls
         }
@@ -180,8 +194,24 @@ def parse_tokens(content: bytes) -> list[int]:
         raise InvalidReply(to_one_line(str(error))) from error
 
 
-def parse_logprobs(content: bytes, token_ids: list[int]) -> list[float]:
-    """Return the logprobs of `token_ids` in a reply.
+class TokenScore(NamedTuple):
+    """Logprobs that a server returned for one token."""
+
+    logprob: float
+    top: Sequence[tuple[int, float]] = ()
+    """Ids and logprobs of the most probable tokens, the most probable one first."""
+
+
+def join_top_tokens(scores: Sequence[TokenScore], loss_mask: Sequence[int], *, top_k: int) -> TopTokens:
+    """Return the most probable tokens of the scores at which `loss_mask` is 1."""
+    sampled = [score for score, mask in zip(scores, loss_mask, strict=True) if mask]
+    rows = [[*score.top, *[(-1, -math.inf)] * (top_k - len(score.top))] for score in sampled]
+    ids, logprobs = zip(*(entry for row in rows for entry in row), strict=True)
+    return TopTokens(top_k, array("i", ids), array("f", logprobs))
+
+
+def parse_scores(content: bytes, token_ids: list[int], *, top_k: int = 0) -> list[TokenScore]:
+    """Return the logprobs of `token_ids` in a reply, and with `top_k` the most probable tokens.
 
     Raises:
         InvalidReply: The reply is not a reply of the interface, or a logprob is missing, not
@@ -200,10 +230,13 @@ def parse_logprobs(content: bytes, token_ids: list[int]) -> list[float]:
         raise RequestRejected(f"{given}: it expands images differently; use the policy's processor and pixel limits")
     if len(reply.prompt_logprobs) != len(token_ids):
         raise InvalidReply(f"returned {len(reply.prompt_logprobs)} logprobs for {len(token_ids)} tokens")
-    found = [0.0]
+    found = [TokenScore(0.0)]
     for token, entry in zip(token_ids[1:], reply.prompt_logprobs[1:], strict=True):
         value = entry[token].logprob if entry and token in entry else math.nan
         if not MIN_LOGPROB < value <= 0.0:
             raise InvalidReply(f"returned the logprob {value} for token {token}")
-        found.append(value)
+        top = heapq.nlargest(top_k, ((each.logprob, other) for other, each in (entry or {}).items()))
+        if not all(MIN_LOGPROB <= logprob <= 0.0 for logprob, _ in top):
+            raise InvalidReply(f"returned the logprobs {[logprob for logprob, _ in top][:8]} at token {token}")
+        found.append(TokenScore(value, [(other, logprob) for logprob, other in top]))
     return found

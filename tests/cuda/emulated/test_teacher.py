@@ -14,7 +14,8 @@ from megatron_rl.algo.divergences import DIVERGENCES
 from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.build import merge_checkpoints_as_teacher
 from megatron_rl.config import AlgoSettings, DistillSettings, MergeSettings, OptimSettings, RunSettings, Settings
-from megatron_rl.policy.teacher import Teacher, TeacherTerm, load_teacher_model
+from megatron_rl.policy.divergence import TeacherTerm
+from megatron_rl.policy.teacher import Teacher, load_teacher_model
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.support.cuda import device
 from tests.support.packed_example import make_example_items
