@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, needs_reference
 from megatron_rl.algo.divergences import DIVERGENCES
 from megatron_rl.algo.rollout_correction import mismatch_warnings
+from megatron_rl.batching.privileged import PrivilegedPrompt
 from megatron_rl.config import DistillSettings, Settings
 from megatron_rl.data.data_digests import check_same_data, data_digests
 from megatron_rl.distributed.image_exchange import ImageExchange
@@ -146,6 +147,22 @@ def merge_checkpoints_as_teacher(settings: Settings, layout: Layout, policy: Pol
     model = TeacherModel(chunks=network.chunks, pipeline=network.pipeline, vocab_size=policy.spec.vocab_size, loaded=merge.loaded)
     term = make_teacher_term(settings.distill)
     policy.make_teacher = lambda: Teacher(model, layout, policy=policy.distribution, term=term)
+
+
+def use_policy_as_teacher(settings: Settings, layout: Layout, policy: Policy) -> None:
+    """Let the policy's weights at the start of each step be its teacher (Policy.teach_itself)."""
+    network, term = policy.network, make_teacher_term(settings.distill)
+    model = TeacherModel(chunks=network.chunks, pipeline=network.pipeline, vocab_size=policy.spec.vocab_size, loaded=nullcontext)
+    policy.make_teacher = lambda: Teacher(model, layout, policy=policy.distribution, term=term)
+
+
+def build_privileged_prompt(distill: DistillSettings, renderer: Renderer) -> PrivilegedPrompt:
+    """Build the function that adds information for the teacher to prompts.
+
+    Special tokens in the information, which comes from the data, are encoded as ordinary text.
+    """
+    encode = partial(renderer.tokenizer.encode, add_special_tokens=False, split_special_tokens=True)
+    return PrivilegedPrompt(distill.privileged_prompt, encode, renderer.end_id)
 
 
 def build_rollout_manager(
@@ -397,8 +414,12 @@ def build_context(
         policy.teachers = build_teachers(settings, layout, policy, patches=patches)
     elif settings.distill.server.is_used and (term := make_teacher_term(settings.distill)):
         policy.teachers = [ServerTeacher(policy=policy.distribution, term=term)]
+    elif settings.distill.is_self:
+        use_policy_as_teacher(settings, layout, policy)
     elif settings.distill.merge.method:
         merge_checkpoints_as_teacher(settings, layout, policy)
+    if settings.distill.privileged_prompt:
+        policy.privileged_prompt = build_privileged_prompt(settings.distill, renderer)
     record = Run(settings, world, num_steps=stage.num_steps, first_step=state.step, history=state.history)
     closing.callback(record.close)
     if task.judge is not None and not stage.is_replay:

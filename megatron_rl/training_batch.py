@@ -109,6 +109,10 @@ def pack_minibatches(
     """
     packed = [policy.pack_local(shares) for shares in minibatches]
     every = [batch for batches in packed for batch in batches]
+    if policy.privileged_prompt is not None:
+        of_teacher = [policy.pack_local(policy.privileged_prompt.extend(shares, rollouts)) for shares in minibatches]
+        for batch, other in zip(every, (other for batches in of_teacher for other in batches), strict=True):
+            batch.teacher_batch = other
     if settings.run.max_staleness > 0:
         for batch in every:
             batch.on_policy_T = (gather_column(rollouts, batch, "weight_versions") == step) & batch.mask_T
@@ -144,6 +148,8 @@ def compute_logprobs_and_values(
         fill_column(minibatches, critic.values, "old_value_T")
     if needs_reference(algo):
         fill_column(minibatches, partial(policy.logprobs, weights="reference"), "ref_logprob_T")
+    if settings.distill.is_self:
+        policy.teach_itself()
     if settings.distill.is_local:
         fill_column(minibatches, partial(policy.logprobs, weights="teacher"), "teacher_logprob_T")
 

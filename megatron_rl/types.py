@@ -603,6 +603,10 @@ class MicroBatch:
     """Final hidden states of the teacher at row_R, on the host. Only the last pipeline stage has
     them, and only if a divergence from the teacher is part of the loss.
     """
+    teacher_batch: MicroBatch | None = None
+    """The same sampled tokens after prompts that only the teacher reads (distill.privileged_prompt),
+    in the same order; None if the teacher reads this micro-batch.
+    """
     teacher_top_RK: tuple[torch.Tensor, torch.Tensor] | None = None
     """Ids and logprobs of the most probable tokens of a teacher on servers at row_R, on the host
     (TopTokens). None for a teacher in this process.

@@ -57,6 +57,10 @@ class DistillSettings:
     tokens and of the most probable tokens, so distill.support=full is not available."""
     merge: MergeSettings = field(default_factory=MergeSettings)
     """Merge of the policy's own checkpoints as the teacher, in place of distill.teacher."""
+    privileged_prompt: str = ""
+    """Text that only the teacher reads, at the end of the last message before the policy's first
+    response. {question}, {answer} and other fields of the examples in braces are replaced. Without
+    another teacher, the policy itself is the teacher, with its weights at the start of the step."""
     coef: float = 1.0
     """Coefficient of the distillation term; the policy gradient has coefficient 1."""
     final_coef: float = -1.0
@@ -103,6 +107,8 @@ class DistillSettings:
             require(value == default, f"distill.{key}", value, remedy)
         remedy = "is a second teacher next to distill.server.urls; leave one of them out"
         require(not (self.teacher and self.server.is_used), "distill.teacher", self.teacher, remedy)
+        remedy = "is not sent to servers; use a teacher in this process, or leave it out"
+        require(not (self.privileged_prompt and self.server.is_used), "distill.privileged_prompt", self.privileged_prompt, remedy)
         others = bool(self.server.is_used or self.merge.method)
         remedy = "are further teachers next to distill.server.urls or distill.merge.method; leave one of them out"
         require(not (self.teachers and others), "distill.teachers", self.teachers, remedy)
@@ -120,7 +126,12 @@ class DistillSettings:
     @property
     def is_local(self) -> bool:
         """True if the teacher runs in this process, from a directory or merged from checkpoints."""
-        return bool(self.teacher_paths or self.merge.method)
+        return bool(self.teacher_paths or self.merge.method or self.is_self)
+
+    @property
+    def is_self(self) -> bool:
+        """True if the policy is its own teacher, with a privileged prompt."""
+        return bool(self.privileged_prompt) and not (self.teacher_paths or self.merge.method or self.server.is_used)
 
     @property
     def teacher_paths(self) -> list[str]:
@@ -160,5 +171,7 @@ class DistillSettings:
         return self.has_teacher and self.apply_to == "loss" and self.support != "sampled"
 
 
-UNUSED = {each.name: each.default for each in fields(DistillSettings) if each.name not in ("teacher", "teachers", "server", "merge")}
+TEACHERS = ("teacher", "teachers", "server", "merge", "privileged_prompt")
+"""Settings that name a teacher."""
+UNUSED = {each.name: each.default for each in fields(DistillSettings) if each.name not in TEACHERS}
 """Default of every setting that has no effect without a teacher."""

@@ -159,13 +159,13 @@ def critic_spec(model: ModelSpec, settings: Settings) -> ModelSpec:
 def _measure_teachers(model: ModelSpec, settings: Settings, layout: Layout) -> tuple[list[int], int]:
     """Return the bytes of each teacher's parameters, and of the copies of all output layers.
 
-    A merge of checkpoints has no parameters of its own on the device.
+    A merge of checkpoints, or the policy itself, has no parameters of its own on the device.
     """
     distill, dtype = settings.distill, torch_dtype(settings.model.dtype)
     if not distill.is_local:
         return [], 0
     num_rows = padded_vocab(model.vocab_size, layout.tp) // layout.tp if layout.is_last_stage else 0
-    if distill.merge.method:
+    if not distill.teacher_paths:
         return [], num_rows * model.hidden_size * dtype.itemsize
     sizes, output_bytes = [], 0
     for path in distill.teacher_paths:

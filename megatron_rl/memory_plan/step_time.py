@@ -337,7 +337,7 @@ def num_forward_passes_before_update(inputs: StepTimeInputs) -> float:
     """
     distill, passes = inputs.settings.distill, needs_old_logprob_forward(inputs.settings) + needs_reference(inputs.settings.algo)
     if not distill.teacher_paths:
-        return passes + bool(distill.merge.method)
+        return passes + distill.is_local
     sizes = [count_params(load_known_spec(path, key=distill.teacher_key(path))).language for path in distill.teacher_paths]
     return passes + max(sizes) / inputs.param_counts.language
 

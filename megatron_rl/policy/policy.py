@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_rl.batching.minibatches import PackItem, RankShares, balance_costs, pack_costs, split_by_cost
 from megatron_rl.batching.packing import distinct_images, make_loss_inputs, pack
+from megatron_rl.batching.privileged import PrivilegedPrompt
 from megatron_rl.config import CriticSettings, LoraSettings, ModelSettings
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.name_mapping import padded_vocab
@@ -95,7 +96,8 @@ class Policy(TrainableModel):
         self._has_values, self._shares_prompts = critic is not None, can_share_prompts(self.network.device, next(chunks.parameters()).dtype)
         self.teachers: Sequence[Teacher | ServerTeacher] = []
         self.make_teacher: Callable[[], Teacher] | None = None
-        """Builds the teacher from the merged checkpoints; None without distill.merge."""
+        """Builds the teacher from the merged checkpoints (distill.merge) or the current weights."""
+        self.privileged_prompt: PrivilegedPrompt | None = None
         self.reference = HostCopy(chunks.parameters()) if keep else None
         if self.reference is not None:
             self.reference.copy_to_host()
@@ -218,6 +220,11 @@ class Policy(TrainableModel):
         found = self.distribution(self.network.chunks[-1].head, hidden_RH, batch.target_T[rows_R], compare)
         lacks = batch.teacher < 0 and any(teacher.has_divergence for teacher in teachers)
         return (*found, 0.0 * found[0]) if lacks else found  # every loss needs a gradient
+
+    def teach_itself(self) -> None:
+        """Use the current weights as the teacher of the next updates."""
+        assert self.make_teacher is not None
+        self.teachers = [self.make_teacher()]
 
     def merge_checkpoint(self) -> None:
         """Add the current weights to the merge of checkpoints, and use the merge as the teacher."""

@@ -110,7 +110,8 @@ class Teacher:
     def logprobs(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
         """Return the teacher's logprobs [T] of each micro-batch; 0 where mask_T is False.
 
-        If the update has a divergence term, teacher_hidden_RH of the micro-batches is set on the
+        The teacher reads `teacher_batch` of a micro-batch that has one, which has the same sampled
+        tokens in the same order. If the update has a divergence term, teacher_hidden_RH of the micro-batches is set on the
         last pipeline stage. All ranks must call this method together.
         """
         hidden: list[torch.Tensor] = []
@@ -120,12 +121,16 @@ class Teacher:
                 hidden.append(_copy_to_host(hidden_RH))
             return self._distribution(self.logits, hidden_RH, batch.target_T[rows_R])[0]
 
+        read = [batch.teacher_batch or batch for batch in batches]
         with self._model.loaded():
-            results = self._model.pipeline.forward_only(batches, logprob_R)
+            results = self._model.pipeline.forward_only(read, logprob_R)
         # Only the last stage has hidden states, and micro-batches that a pipeline adds have none.
         for batch, hidden_RH in zip((batch for batch in batches if len(batch.row_R)), hidden, strict=False):
             batch.teacher_hidden_RH = hidden_RH
-        return [logprob_1T[0] for logprob_1T in results]
+        return [
+            torch.zeros_like(batch.weight_T).index_copy(0, batch.row_R, logprob_1T[0][other.row_R])
+            for batch, other, logprob_1T in zip(batches, read, results, strict=True)
+        ]
 
     @property
     def has_divergence(self) -> bool:

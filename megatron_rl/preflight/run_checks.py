@@ -13,7 +13,14 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.observe.metrics import check_trackio, check_wandb
 from megatron_rl.preflight.gpus import check_gpus, visible_gpus
-from megatron_rl.preflight.settings import check_examples, check_num_steps, check_settings, check_sizes, check_teacher_sources
+from megatron_rl.preflight.settings import (
+    check_examples,
+    check_num_steps,
+    check_privileged_prompt,
+    check_settings,
+    check_sizes,
+    check_teacher_sources,
+)
 from megatron_rl.registry import Plugins, build_task, has_critic, uses_sandbox
 from megatron_rl.rollout.replay import require_recorded_steps
 from megatron_rl.rollout.task import Task
@@ -79,6 +86,7 @@ def check_run(
     check_examples(task, splits)
     if "train" in splits and settings.stage == "rl":
         check_teacher_sources(task, settings, plugins)
+        check_privileged_prompt(task, settings)
     return settings, task
 
 

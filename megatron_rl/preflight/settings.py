@@ -11,6 +11,7 @@ import torch
 
 from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
 from megatron_rl.algo.distill import check_distill, has_merge
+from megatron_rl.batching.privileged import fill_template
 from megatron_rl.config import CriticSettings, EngineSettings, Settings, require
 from megatron_rl.config.task_options import AgentOptions
 from megatron_rl.data.questions import QuestionDataset
@@ -21,7 +22,9 @@ from megatron_rl.models.vocabulary import check_same_tokens, count_token_ids
 from megatron_rl.policy.lora import check_adapter_targets
 from megatron_rl.policy.parallel import check_layout, require_divisible, sizes_cut_by_tp
 from megatron_rl.registry import Plugins, has_critic
+from megatron_rl.rollout.example_fields import example_fields
 from megatron_rl.rollout.task import Task
+from megatron_rl.types import Rollout
 from megatron_rl.weights.formats.open_checkpoint import check_tokenizer
 from megatron_rl_sandbox.mounts import find_exposing_path
 
@@ -85,6 +88,14 @@ def check_teacher_sources(task: Task, settings: Settings, plugins: Plugins = Plu
         require(without is None, "data_source", without, remedy)
 
 
+def check_privileged_prompt(task: Task, settings: Settings) -> None:
+    """Raise ValueError if the first training example lacks a field of distill.privileged_prompt."""
+    template, example = settings.distill.privileged_prompt, task.examples("train")[0]
+    rollout = Rollout(task=task.name, example_id=example.id, group=0, sample_index=0, **example_fields(example.payload))
+    remedy = f"names a field that {example} lacks; use {{question}}, {{answer}} or a field of extra_info"
+    require(not template or fill_template(template, rollout) != "", "distill.privileged_prompt", template, remedy)
+
+
 def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: Plugins = Plugins()) -> None:
     """Raise ValueError if the settings do not fit the model or the number of processes.
 
@@ -108,6 +119,8 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
     check_distill(settings.distill, needs_teacher=algorithms[settings.algo.name].needs_teacher)
     if settings.distill.teacher_paths:
         _check_teachers(settings, model, world_size)
+    text, remedy = settings.distill.privileged_prompt, "is for prompts of stage=rl; leave it out in stage=sft"
+    require(settings.stage == "rl" or not text, "distill.privileged_prompt", text, remedy)
     if settings.distill.server.is_used:
         _check_teacher_server(settings)
     method, remedy = settings.distill.merge.method, "merges checkpoints of stage=rl; in stage=sft, use distill.teacher"

@@ -3,14 +3,19 @@
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForImageTextToText
 
+from megatron_rl.config import DistillSettings, ModelSettings, TeacherServerSettings
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.rollout_store import read_rollouts
-from megatron_rl.preflight.settings import check_settings, check_teacher_sources
+from megatron_rl.preflight.settings import check_privileged_prompt, check_settings, check_teacher_sources
 from megatron_rl.registry import build_task
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import TokenSequence
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.contracts.test_configs import settings_of
-from tests.e2e.test_distill_run import COEF, TRAIN, hf_logprobs
+from tests.e2e.test_distill_run import COEF, TRAIN, banned_to_zero, hf_logprobs
 from tests.support.data_files import write_rows
 
 SOURCES = ("sums", "colors", "games")
@@ -58,6 +63,48 @@ def test_each_source_has_its_own_teacher(torchrun, random_model: Path, overrides
     assert found == set(SOURCES)
     step, *_ = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert step["distill/reverse_kl"] == pytest.approx(sum(differences) / len(differences), abs=1e-5)
+
+
+PROMPT = "<|im_end|> The answer to {question} is {answer}."
+
+
+def test_the_policy_teaches_itself(torchrun, random_model: Path, overrides: list[str], tmp_path: Path) -> None:  # noqa: ANN001
+    """The loss is the mean over sampled tokens of KL(teacher || policy), where the teacher is the
+    policy after a prompt with the answer, by Hugging Face's model. A special token in the text is
+    ordinary text."""
+    given = ("algo=distill", "distill.divergence=forward_kl", f'distill.privileged_prompt="{PROMPT}"', "rollouts.save=all", "run.steps=1")
+    plain = [each for each in overrides if "distill" not in each]
+    small = ("batch.prompts_per_step=3", "batch.group_size=2", "optim.lr=1e-3", "engine.kv_cache_mib=16")
+    torchrun(2, TRAIN, f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", *plain, *given, *small)
+    renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=12000, max_pixels=13000))
+    model, found = AutoModelForImageTextToText.from_pretrained(random_model, dtype=torch.float32), []
+    for rollout in read_rollouts(tmp_path / "run" / "rollouts" / "step_000000.parquet"):
+        (sequence,) = rollout.sequences
+        text = f"<|im_end|> The answer to {rollout.question} is 4."
+        ids = renderer.tokenizer.encode(text, split_special_tokens=True)
+        assert renderer.end_id not in ids and renderer.tokenizer.decode(ids) == text
+        end = max(place for place in range(sequence.loss_mask.index(1)) if sequence.token_ids[place] == renderer.end_id)
+        read = TokenSequence([*sequence.token_ids[:end], *ids, *sequence.token_ids[end:]])
+        log_p, log_q = (banned_to_zero(model, each, renderer) for each in (sequence, read))
+        for place in (place for place, sampled in enumerate(sequence.loss_mask) if sampled):
+            p, q = log_p[place - 1], log_q[place - 1 + len(ids)]
+            found.append((q.exp() * (q - p))[p.isfinite()].sum().item())
+    step, *_ = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert step["distill/divergence"] == pytest.approx(sum(found) / len(found), rel=1e-4, abs=1e-6)
+    assert step["distill/divergence"] > 1e-4
+    assert step["loss"] == pytest.approx(step["distill/divergence"], rel=1e-6)
+
+
+def test_a_privileged_prompt_that_does_not_fit(overrides: list[str]) -> None:
+    """A field that the examples lack, servers and demonstrations are refused."""
+    plain = [*(each for each in overrides if "distill" not in each), "run.dir=x", "model.path=x"]
+    settings = settings_of(*plain, 'distill.privileged_prompt="Hint: {solution}"')
+    assert settings.distill.is_self and settings.distill.is_local and settings.distill.teacher_paths == []
+    with pytest.raises(ValueError, match=r"^distill.privileged_prompt=Hint: {solution}: names a field that example train/0 .* lacks"):
+        check_privileged_prompt(build_task(settings.task), settings)
+    check_privileged_prompt(build_task(settings.task), settings_of(*plain, 'distill.privileged_prompt="{answer}"'))
+    with pytest.raises(ValueError, match=r"^distill.privileged_prompt=x: is not sent to servers"):
+        DistillSettings(privileged_prompt="x", server=TeacherServerSettings(urls=["http://one:8000"]), support="top_k")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.policy.test_divergence import FORMULAS
 from tests.support.hf_reference import TEMPERATURE, compute_logits, relative_error, to_released_form
 from tests.support.indivisible_vocabulary import add_tokens
 from tests.support.packed_example import make_example_items
-from tests.support.teacher_layouts import CASES, TEACHERS
+from tests.support.teacher_layouts import CASES, TEACHERS, privileged_item
 
 pytestmark = pytest.mark.timeout(900)
 ONE, FOUR = ["1,1,1,0,none,odd"], ["2,2,2,1,full,odd", "2,1,1,0,none,odd"]
@@ -80,7 +80,17 @@ class Truth:
                 loss = loss + (item.weight * value).sum()
             targets = [token for token, sampled in zip(item.sequence.token_ids, item.sequence.loss_mask, strict=True) if sampled]
             self.logprobs_of[teacher, *targets] = logprob.tolist() if teacher >= 0 else [0.0] * len(targets)
+        self.differentiate_self_distillation(models[0], items)
         self.gradients["mixed"] = self.differentiate(models[0], loss / sum(item.denominator for item in items))
+
+    def differentiate_self_distillation(self, model: torch.nn.Module, items: list[PackItem]) -> None:
+        """Compute KL(teacher || student) with the student as the teacher, after its privileged prompt."""
+        loss = torch.tensor(0.0, dtype=torch.float64)
+        for index, item in enumerate(items):
+            read = privileged_item(item, self.renderer, index=index)
+            value, _ = self.compare([model, model], item, "forward_kl", top_k=0, read=read)
+            loss = loss + (item.weight * value).sum()
+        self.gradients["self"] = self.differentiate(model, loss / sum(item.denominator for item in items))
 
     def differentiate(self, model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
         model.zero_grad()
@@ -88,13 +98,18 @@ class Truth:
         gradients = {key: to_released_form(key, p.grad.clone()) for key, p in model.named_parameters() if p.grad is not None}
         return {canonical_name(key): gradient for key, gradient in gradients.items()}
 
-    def compare(self, models: list, item: PackItem, name: str, *, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def compare(
+        self, models: list, item: PackItem, name: str, *, top_k: int, read: PackItem | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the divergence and the teacher's logprob of each sampled token of a sequence.
 
-        The distributions are over the ids that both models have and that may be sampled.
+        The distributions are over the ids that both models have and that may be sampled. The teacher
+        reads `read` and has no gradient.
         """
-        rows = [t for t in range(item.num_tokens - 1) if item.sequence.loss_mask[t + 1]]
-        logits = [compute_logits(model, self.renderer, item.sequence)[rows] / TEMPERATURE for model in models]
+        sequences = [item.sequence, (read or item).sequence]
+        rows, rows_of_teacher = ([t - 1 for t, mask in enumerate(each.loss_mask) if mask] for each in sequences)
+        policy_TV, teacher_TV = (compute_logits(model, self.renderer, each) for model, each in zip(models, sequences, strict=True))
+        logits = [policy_TV[rows] / TEMPERATURE, teacher_TV[rows_of_teacher].detach() / TEMPERATURE]
         num = min(each.shape[1] for each in logits)
         keep = torch.ones(num, dtype=torch.bool)
         keep[[token for token in self.renderer.banned_ids if token < num]] = False
@@ -130,7 +145,7 @@ def test_logprobs_and_divergences_are_those_of_hf(layout: str, results: dict, tr
 def test_every_gradient_is_that_of_hf(layout: str, cut: str, results: dict, truth: Truth) -> None:
     """Gradients of the student's tensors have a relative error of at most 1e-5, in one micro-batch
     with shared prompts and in one per sequence."""
-    for name in (*CASES, "mixed", "top"):
+    for name in (*CASES, "mixed", "top", "self"):
         gradients, expected = results[layout][f"{name}_gradients_{cut}"], truth.gradients["forward_kl" if name == "top" else name]
         assert gradients.keys() == expected.keys()
         worst = max((relative_error(gradient, expected[key]), key) for key, gradient in gradients.items())

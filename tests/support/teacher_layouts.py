@@ -7,6 +7,7 @@ A layout is written as in parallel_layouts.py, with the student's name as the mo
 """
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from megatron_rl.algo.divergences import DIVERGENCES
 from megatron_rl.algo.objective import make_sft_objective
 from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.batching.packing import pack
+from megatron_rl.batching.privileged import PrivilegedPrompt
 from megatron_rl.config import DistillSettings
 from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.models.hf_config import read_spec
@@ -25,7 +27,8 @@ from megatron_rl.policy.divergence import TeacherTerm
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.server_teacher import ServerTeacher
-from megatron_rl.policy.teacher import Teacher, load_teacher_model
+from megatron_rl.policy.teacher import Teacher, TeacherModel, load_teacher_model
+from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import LossInputs, LossMetrics
 from tests.support.parallel_layouts import LayoutCase, compute_gradients, destroy_layout, make_example, make_policy
 
@@ -64,6 +67,7 @@ def run_layout(student: Path, teacher: Path, second: Path, out: Path, text: str)
             policy.logprobs(batches, weights="teacher")
             result[f"{name}_gradients_{cut}"] = compute_gradients(policy, batches, distill)
     result |= use_top_tokens(policy, layout, teacher, contexts)
+    result |= use_privileged_prompts(policy, layout, contexts, renderer)
     if layout.ep == 1:  # ranks that divide experts need equally many passes, so they have one teacher
         result |= use_two_teachers(policy, layout, (teacher, second), contexts)
     if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
@@ -94,6 +98,33 @@ def use_top_tokens(policy: Policy, layout: Layout, path: Path, contexts: list[Pa
                 batch.teacher_hidden_RH, batch.teacher_top_RK = None, (ids_RK, logq_RK)
         policy.teachers = [server]
         result[f"top_gradients_{cut}"] = compute_gradients(policy, batches, loss)
+    return result
+
+
+def privileged_item(item: PackItem, renderer: Renderer, *, index: int) -> PackItem:
+    """Return what the teacher reads of a sequence of the example; one sequence has no information."""
+    prompt = PrivilegedPrompt("", lambda text: renderer.tokenizer.encode(text, add_special_tokens=False), renderer.end_id)
+    text = "" if index == 3 else "Hint: " + "one two " * (1 + index)
+    return replace(item, sequence=prompt.insert(item.sequence, text))
+
+
+def use_privileged_prompts(policy: Policy, layout: Layout, contexts: list[PackItem], renderer: Renderer) -> dict[str, object]:
+    """Return gradients with the policy as its own teacher, which reads longer prompts."""
+    term, result = TeacherTerm(divergence=DIVERGENCES["forward_kl"](DistillSettings(teacher="t", divergence="forward_kl"))), {}
+    network = policy.network
+    model = TeacherModel(chunks=network.chunks, pipeline=network.pipeline, vocab_size=policy.spec.vocab_size, loaded=nullcontext)
+    policy.make_teacher = lambda: Teacher(model, layout, policy=policy.distribution, term=term)
+    policy.teach_itself()
+    loss = make_sft_objective(distill=DistillTerm(coef=1.0, divergence=read_divergence), teacher_alone=True)
+    index = {id(item.sequence): place for place, item in enumerate(contexts)}
+    for cut, max_tokens in (("one", 10_000), ("each", 1)):
+        shares = policy.shard_across_dp(contexts, max_tokens=max_tokens)
+        read = [[[privileged_item(item, renderer, index=index[id(item.sequence)]) for item in part] for part in parts] for parts in shares]
+        batches = policy.pack_local(shares)
+        for batch, other in zip(batches, policy.pack_local(read), strict=True):
+            batch.teacher_batch = other
+        policy.logprobs(batches, weights="teacher")
+        result[f"self_gradients_{cut}"] = compute_gradients(policy, batches, loss)
     return result
 
 
