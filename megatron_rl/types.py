@@ -604,8 +604,8 @@ class MicroBatch:
     them, and only if a divergence from the teacher is part of the loss.
     """
     teacher_batch: MicroBatch | None = None
-    """The same sampled tokens after prompts that only the teacher reads (distill.privileged_prompt),
-    in the same order; None if the teacher reads this micro-batch.
+    """The same sampled tokens in the same order, after prompts that only the teacher reads
+    (distill.privileged_prompt). None if the teacher reads this micro-batch.
     """
     teacher_top_RK: tuple[torch.Tensor, torch.Tensor] | None = None
     """Ids and logprobs of the most probable tokens of a teacher on servers at row_R, on the host

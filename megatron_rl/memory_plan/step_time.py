@@ -335,7 +335,7 @@ def num_forward_passes_before_update(inputs: StepTimeInputs) -> float:
     in proportion to its language model; of several teachers, the largest one is assumed to read
     every sequence.
     """
-    distill, passes = inputs.settings.distill, needs_old_logprob_forward(inputs.settings) + needs_reference(inputs.settings.algo)
+    passes, distill = needs_old_logprob_forward(inputs.settings) + needs_reference(inputs.settings.algo), inputs.settings.distill
     if not distill.teacher_paths:
         return passes + distill.is_local
     sizes = [count_params(load_known_spec(path, key=distill.teacher_key(path))).language for path in distill.teacher_paths]

@@ -111,8 +111,8 @@ class Teacher:
         """Return the teacher's logprobs [T] of each micro-batch; 0 where mask_T is False.
 
         The teacher reads `teacher_batch` of a micro-batch that has one, which has the same sampled
-        tokens in the same order. If the update has a divergence term, teacher_hidden_RH of the micro-batches is set on the
-        last pipeline stage. All ranks must call this method together.
+        tokens in the same order. If the update has a divergence term, teacher_hidden_RH of the
+        micro-batches is set on the last pipeline stage. All ranks must call this method together.
         """
         hidden: list[torch.Tensor] = []
 
