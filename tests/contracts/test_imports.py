@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "tasks": {"config", "types", "io", "errors", "data", "models", "clients", "rewards", "rollout", "supervisor"},
     "registry": {"config", "algo", "callbacks", "rewards", "rollout", "tasks"},
     "run": {"config", "types", "io", "errors", "distributed", "callbacks", "observe", "models", "weights", "policy"},
-    "build": {"config", "algo", "distributed", "data", "observe", "weights", "policy", "rollout", "registry", "run"},
+    "build": {"config", "algo", "distributed", "batching", "data", "observe", "weights", "policy", "rollout", "registry", "run"},
     "evaluation": {"config", "types", "io", "distributed", "data", "observe", "clients", "rollout", "run"},
     "export": {"types", "io", "data", "observe", "rollout"},
     "explain": {
@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "memory_plan": {"config", "dtypes", "algo", "batching", "models", "compat", "policy"},
     "preflight": {
         "config", "dtypes", "types", "io", "algo", "errors", "distributed", "data", "observe", "models", "weights", "policy",
-        "clients", "rewards", "rollout", "registry", "run", "services", "memory_plan",
+        "batching", "clients", "rewards", "rollout", "registry", "run", "services", "memory_plan",
     },
     "training_batch": {"config", "types", "algo", "batching", "policy"},
     "training_loop": {

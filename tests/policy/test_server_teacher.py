@@ -80,8 +80,8 @@ def test_ids_that_are_never_sampled_belong_to_the_tail(group: dist.ProcessGroup,
 def test_rows_of_a_packed_batch_have_their_own_top_tokens() -> None:
     """Two sequences share a prompt, the second one has two turns, and one begins with the response
     of another one; every row has the tokens of its target."""
-    masks = {0: [0, 0, 0, 1, 1], 1: [0, 0, 0, 1, 0, 1], 2: [0, 0, 0, 0, 0, 1]}
-    ids = {0: [5, 6, 7, 1, 2], 1: [5, 6, 7, 3, 8, 4], 2: [5, 6, 7, 1, 9, 2]}
+    masks = {0: [0, 0, 0, 1, 1, 1], 1: [0, 0, 0, 1, 0, 1], 2: [0, 0, 0, 0, 0, 1]}
+    ids = {0: [5, 6, 7, 1, 2, 3], 1: [5, 6, 7, 3, 8, 4], 2: [5, 6, 7, 1, 9, 2]}
     rollouts = []
     for number, mask in masks.items():
         sequence = TokenSequence(ids[number], mask, [0.0] * len(mask), [-1] * len(mask))
@@ -97,5 +97,5 @@ def test_rows_of_a_packed_batch_have_their_own_top_tokens() -> None:
     batch = pack([items[0], items[2], items[1]], image_token_id=99, positions=straight, multiple_of=4, share_prompts=True)
     assert len(batch.prefix_S) > 4, "the prompt and a response are shared"
     found_RK, logprob_RK = gather_teacher_top(rollouts, batch)
-    assert found_RK.tolist() == [[3, -1], [4, -1], [205, -1], [103, -1], [105, -1]]
-    assert logprob_RK[:, 0].tolist() == [-3.0, -4.0, -5.0, -3.0, -5.0]
+    assert found_RK.tolist() == [[3, -1], [4, -1], [5, -1], [205, -1], [103, -1], [105, -1]]
+    assert logprob_RK[:, 0].tolist() == [-3.0, -4.0, -5.0, -5.0, -3.0, -5.0]
