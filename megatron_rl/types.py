@@ -203,6 +203,11 @@ class TokenSequence:
     weight_versions: list[int] = field(default_factory=list)
     """Weight version that sampled each token; -1 where loss_mask is 0."""
     images: list[Image] = field(default_factory=list)
+    routed_experts: list[bytes] = field(default_factory=list)
+    """Experts that the engine used for the first tokens of the sequence, one row for each token
+    (policy/routed_experts.py). The last sampled token has no row, because the engine has not
+    computed it. The list is empty if the engine does not record experts (algo.routing_replay).
+    """
     old_logprobs: list[float] = field(default_factory=list)
     """Logprob of each sampled token under the trainer's weights at the start of the step. The list
     is empty until computed.
@@ -623,6 +628,11 @@ class MicroBatch:
     """Critic's value estimate for each target at the start of the step; None without a critic."""
     return_T: torch.Tensor | None = None
     """Critic's regression target for each target token; None without a critic."""
+    routed_experts_TLK: torch.Tensor | None = None
+    """Experts that the policy's passes use for each token in each sparse layer (routing replay),
+    uint8 or int16 [T, sparse layers, top_k]. In a row of equal numbers, the router chooses. None if
+    the routers always choose.
+    """
 
     @property
     def num_tokens(self) -> int:

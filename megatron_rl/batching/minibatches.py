@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -198,7 +198,8 @@ def token_key(weighted: Sequence[PackItem], image_token_id: int) -> list[TokenKe
     """Return each sequence's token ids, with a negative image index at every image placeholder.
 
     If the keys of two sequences have a common prefix, the model's inputs for this prefix are equal,
-    including images and rotary positions.
+    including images and rotary positions. If the engine recorded experts, the ids are replaced by
+    indices of distinct (id, experts) pairs, so that only tokens with equal experts are shared.
     """
     numbers: dict[str, int] = {}
     texts = []
@@ -207,7 +208,14 @@ def token_key(weighted: Sequence[PackItem], image_token_id: int) -> list[TokenKe
         shown = [image.key for image in each.sequence.images for _ in range(image.num_tokens)]
         text[text == image_token_id] = [-1 - numbers.setdefault(key, len(numbers)) for key in shown]
         texts.append(text)
-    return texts
+    if not any(each.sequence.routed_experts for each in weighted):
+        return texts
+    pairs: dict[tuple[int, bytes], int] = {}
+    rows = [chain(each.sequence.routed_experts, repeat(b"")) for each in weighted]
+    return [
+        np.array([pairs.setdefault(pair, len(pairs)) for pair in zip(text.tolist(), row, strict=False)], dtype=np.int64)
+        for text, row in zip(texts, rows, strict=True)
+    ]
 
 
 def prefix_order(texts: Sequence[TokenKey]) -> list[int]:

@@ -263,14 +263,15 @@ def _pack_context(context: TokenSequence, images: list[Image]) -> tuple:
         images,
         {name: array("d", getattr(context, name)) for name in TOKEN_COLUMNS},
         context.teacher_top,
+        context.routed_experts,
     )
 
 
 def _unpack_context(
     token_ids: array, mask: bytes, logprobs: array, versions: array, images: list[Image], attached: dict[str, array],
-    teacher_top: TopTokens | None,
+    teacher_top: TopTokens | None, routed_experts: list[bytes],
 ) -> TokenSequence:  # fmt: skip
-    context = TokenSequence(token_ids.tolist(), list(mask), [0.0] * len(mask), [-1] * len(mask), images)
+    context = TokenSequence(token_ids.tolist(), list(mask), [0.0] * len(mask), [-1] * len(mask), images, routed_experts)
     places = (place for place, is_sampled in enumerate(mask) if is_sampled)
     for place, logprob, version in zip(places, logprobs, versions, strict=True):
         context.rollout_logprobs[place], context.weight_versions[place] = logprob, version

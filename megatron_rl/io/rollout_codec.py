@@ -13,6 +13,7 @@ jsonl.to_json_line, which converts NaN and infinite numbers to strings.
      "turns": [{"sequence": 0, "token_span": [2, 3], ...}]}
 """
 
+import base64
 import math
 import re
 import reprlib
@@ -165,7 +166,8 @@ def _check_sequence(context: TokenSequence, where: str) -> None:
     length = len(context.token_ids)
     for name in RECORD_FIELDS[TokenSequence].keys() - {"images"}:
         column = getattr(context, name)
-        is_aligned = len(column) == length or (name in TOKEN_COLUMNS and not column)
+        is_partial = (name in TOKEN_COLUMNS and not column) or (name == "routed_experts" and len(column) < length)
+        is_aligned = len(column) == length or is_partial
         _require(is_aligned, f"{where}.{name}", len(column), f"not equal to the {length} tokens")
     _require(min(context.token_ids, default=0) >= 0, f"{where}.token_ids", context.token_ids, "contains negative token ids")
     _require({0, 1}.issuperset(context.loss_mask), f"{where}.loss_mask", context.loss_mask, "contains values other than 0 and 1")
@@ -204,6 +206,18 @@ def _text(value: Any, where: str) -> str:
     return value
 
 
+def _bytes(value: Any, where: str) -> bytes:
+    text = _text(value, where)
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:  # binascii.Error is a ValueError
+        _refuse(where, value, "not base64")
+
+
+def _to_base64(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
 def _boolean(value: Any, where: str) -> bool:
     _require(isinstance(value, bool), where, value, "not a boolean")
     return value
@@ -218,8 +232,8 @@ def _refuse(where: str, value: object, why: str) -> NoReturn:
     raise ValueError(f"rollout record: {where}: {reprlib.repr(value)}: {why}")
 
 
-_ENCODERS: Mapping[Any, Callable[[Any], Any]] = {int: index, float: float, str: str, bool: bool}
+_ENCODERS: Mapping[Any, Callable[[Any], Any]] = {int: index, float: float, str: str, bool: bool, bytes: _to_base64}
 """Functions that convert values from user-defined environments and rewards, such as NumPy scalars,
 to the annotated type.
 """
-_DECODERS: Mapping[Any, Callable[[Any, str], Any]] = {int: _integer, float: _number, str: _text, bool: _boolean}
+_DECODERS: Mapping[Any, Callable[[Any, str], Any]] = {int: _integer, float: _number, str: _text, bool: _boolean, bytes: _bytes}

@@ -10,7 +10,7 @@ import pyarrow as pa
 from megatron_rl.io.rollout_codec import RECORD_FIELDS
 from megatron_rl.types import Image, Rollout
 
-SCALAR_TYPES = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_(), Image: pa.string()}
+SCALAR_TYPES = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_(), bytes: pa.string(), Image: pa.string()}
 IMAGE_TYPE = pa.struct([("name", pa.string()), ("grid", pa.list_(pa.int64())), ("merge", pa.int64())])
 SUMMARY_SCHEMA = pa.schema(
     [

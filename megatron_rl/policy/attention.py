@@ -31,6 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_rl.errors import RunFailed
 from megatron_rl.policy.deepstack import DeepStack
 from megatron_rl.policy.fused import rotate
+from megatron_rl.policy.routing_replay import BatchRouting
 
 PREFIX_ATTENTION_BOUND = 2e-2
 """Largest relative error accepted by `require_prefix_attention`. The bound allows for bfloat16
@@ -144,6 +145,8 @@ class SharedPromptParams(PackedSeqParams):
     cos_sin: tuple[torch.Tensor, torch.Tensor] | None = None
     """Cosines and sines [T, D] of the rotary embedding; None if Megatron applies it."""
     stacked: DeepStack | None = None
+    routing: BatchRouting | None = None
+    """Experts to replay or to record; None if the routers choose."""
 
 
 def packed_attention(

@@ -9,6 +9,7 @@ results.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from megatron_rl.policy.network import Network, TrainingSettings
 from megatron_rl.policy.offload import HostCopy
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import ImagePatchFn, images_of_rank, patch_bytes
+from megatron_rl.policy.routing_replay import RoutingReplay
 from megatron_rl.policy.server_teacher import ServerTeacher
 from megatron_rl.policy.teacher import Teacher, compare_with_teacher, teacher_logprobs
 from megatron_rl.policy.trainable_model import TrainableModel
@@ -94,6 +96,8 @@ class Policy(TrainableModel):
         self.distribution = TokenDistribution(banned_V, temperature, first_id, layout.tp_group, training.parallel.log_probs_chunk_size)
         keep = keep_reference and not self.lora.rank
         self._has_values, self._shares_prompts = critic is not None, can_share_prompts(self.network.device, next(chunks.parameters()).dtype)
+        self.routing = RoutingReplay(chunks, self.spec, layout) if self.spec.experts else None
+        """Records and replays the experts of tokens; None for a dense model."""
         self.teachers: Sequence[Teacher | ServerTeacher] = []
         self.make_teacher: Callable[[], Teacher] | None = None
         """Builds the teacher from the merged checkpoints (distill.merge) or the current weights."""
@@ -146,10 +150,15 @@ class Policy(TrainableModel):
         """Return the logprobs [T] of each micro-batch under the given weights.
 
         Runs without dropout. Entries where mask_T is False are 0. `weights` is "current",
-        "reference" or "teacher"; see teacher_logprobs for the last.
+        "reference" or "teacher"; see teacher_logprobs for the last. Experts are replayed for the
+        current weights only (RoutingReplay).
         """
         if weights == "current":
             return self._logprobs(batches)
+        with self.routing.disabled() if self.routing else nullcontext():
+            return self._logprobs_of_others(batches, weights)
+
+    def _logprobs_of_others(self, batches: list[MicroBatch], weights: str) -> list[torch.Tensor]:
         if weights == "teacher":
             return teacher_logprobs(self.teachers, batches)
         if self.lora.rank:
@@ -211,7 +220,11 @@ class Policy(TrainableModel):
             metrics.checks.update(rows.finite_checks())
             return value, metrics
 
-        return self.network.update(batches, on_hidden, step=step, is_partial=value_head_only, check=check)
+        if self.routing is None:
+            return self.network.update(batches, on_hidden, step=step, is_partial=value_head_only, check=check)
+        self.routing.clear_statistics()
+        metrics = self.network.update(batches, on_hidden, step=step, is_partial=value_head_only, check=check)
+        return metrics | self.routing.differences()
 
     def _logprob_and_entropy(
         self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor, *, teachers: Sequence[Teacher | ServerTeacher] = ()

@@ -3,7 +3,7 @@
 A rank holds the whole model, or one or more pipeline chunks of the model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -31,6 +31,7 @@ from megatron_rl.policy.fused import fused_rms_norm, fused_swiglu, fuses_activat
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.lora import adapt_layers
 from megatron_rl.policy.parallel import Layout
+from megatron_rl.policy.routing_replay import BatchRouting
 from megatron_rl.policy.value_head import ValueHead
 from megatron_rl.policy.vision import build_vision_tower, encode_images
 from megatron_rl.types import MicroBatch
@@ -209,6 +210,8 @@ class ModelChunk(MegatronModule):
         self.post_process = layout.is_last_stage and number == layout.vpp - 1
         self.vp_stage = number
         self.num_images_encoded = 0
+        self.start_routing: Callable[[MicroBatch], BatchRouting | None] = lambda _: None
+        """Returns the experts to replay or record in a pass; set by RoutingReplay."""
         self.uses_transformer_engine = uses_transformer_engine(lora)
         self.share_embeddings_and_output_weights = spec.tie_word_embeddings and heads.has_lm_head
         self.language = GPTModel(
@@ -265,11 +268,13 @@ class ModelChunk(MegatronModule):
         """
         hidden, stacked = self._embed(batch) if self.pre_process else (None, None)
         angle_T11D = self.language.rotary_pos_emb(batch.position_3T[:, None], self.config.mrope_section)
+        packed = self._packed(batch, angle_T11D[:, 0, 0], stacked)
+        packed.routing = self.start_routing(batch)
         hidden = self.language.decoder(
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=angle_T11D if self.uses_transformer_engine else None,
-            packed_seq_params=self._packed(batch, angle_T11D[:, 0, 0], stacked),
+            packed_seq_params=packed,
         )
         if not self.post_process:
             return hidden

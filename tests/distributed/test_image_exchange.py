@@ -175,6 +175,7 @@ def test_every_column_travels() -> None:
     context = sent.sequences[0]
     for number, name in enumerate(TOKEN_COLUMNS):
         context.set_column(name, [number / 3 + place for place in range(7)])
+    context.routed_experts = [bytes([place, 9]) for place in range(6)]
     (back,) = _decode_rollouts(pickle.loads(pickle.dumps(_encode_rollouts([sent]))))
     for field in fields(TokenSequence):
         came, went = getattr(back.sequences[0], field.name), getattr(context, field.name)

@@ -22,7 +22,7 @@ from megatron_rl.types import Image, JudgeResult, Rollout, Status, StopReason, T
 FIELDS = {
     Rollout: "task example_id group sample_index source question answer extra sequences turns final_state status stop_reason reason "
     "reward outcome_reward filter_reason reward_terms verdicts wall_s env_s scoring_s",
-    TokenSequence: "token_ids loss_mask rollout_logprobs weight_versions images old_logprobs reference_logprobs "
+    TokenSequence: "token_ids loss_mask rollout_logprobs weight_versions images routed_experts old_logprobs reference_logprobs "
     "teacher_logprobs values advantages returns logprob_scale entropies",
     Turn: "sequence token_span text action_start reward step_score reward_delta tool_call images state generation_s env_s",
     ToolCall: "tool source text error ran frame",
@@ -77,6 +77,7 @@ def contexts(draw: st.DrawFn, images: list[Image]) -> TokenSequence:
     return TokenSequence(
         token_ids=column(st.integers(0, 200_000)), loss_mask=column(st.integers(0, 1)), rollout_logprobs=column(NUMBERS),
         weight_versions=column(st.integers(-1, 9)), images=draw(st.lists(st.sampled_from(images), max_size=2)),
+        routed_experts=draw(st.lists(st.binary(max_size=4), max_size=length)),
         old_logprobs=column(NUMBERS, may_lack=True), reference_logprobs=column(NUMBERS, may_lack=True),
         teacher_logprobs=column(NUMBERS, may_lack=True), values=column(NUMBERS, may_lack=True), advantages=column(NUMBERS, may_lack=True),
         returns=column(NUMBERS, may_lack=True), logprob_scale=column(NUMBERS, may_lack=True),
@@ -128,6 +129,7 @@ def full() -> Rollout:
     image = Image(PICTURE, torch.zeros(4, 1176), (1, 2, 2), "ab12", merge=2)
     context = TokenSequence(
         token_ids=[5, 6, 7], loss_mask=[0, 0, 1], rollout_logprobs=[0.0, 0.0, -0.1], weight_versions=[-1, -1, 4], images=[image],
+        routed_experts=[b"\x00\xff", b"ab"],
         old_logprobs=[0.0, 0.0, -0.2], reference_logprobs=[0.0, 0.0, -0.3], teacher_logprobs=[0.0, 0.0, -0.6],
         values=[0.0, 0.0, 0.4], advantages=[0.0, 0.0, -0.0],
         returns=[0.0, 0.0, 0.7], logprob_scale=[0.0, 0.0, 0.5], entropies=[0.0, 0.0, 1.5],
@@ -207,6 +209,8 @@ DAMAGED: dict[str, tuple[tuple, object]] = {
     "rollout.sequences\\[0\\].images\\[0\\]: 'x': not one of the record's images": (("sequences", 0, "images", 0), "x"),
     "sequences\\[0\\].weight_versions: 2: not equal to the 3 tokens": (("sequences", 0, "weight_versions"), [1, 2]),
     "sequences\\[0\\].values: 1: not equal to the 3 tokens": (("sequences", 0, "values"), [1.0]),
+    "sequences\\[0\\].routed_experts: 4: not equal to the 3 tokens": (("sequences", 0, "routed_experts"), ["", "", "", ""]),
+    "rollout.sequences\\[0\\].routed_experts: 'AA': not base64": (("sequences", 0, "routed_experts"), ["AA"]),
     "sequences\\[0\\].rollout_logprobs: 0: not equal to": (("sequences", 0, "rollout_logprobs"), []),
     "sequences\\[0\\].token_ids: \\[5, -6, 7\\]: contains negative token ids": (("sequences", 0, "token_ids", 1), -6),
     "sequences\\[0\\].loss_mask: \\[0, 2, 1\\]: contains values other than 0 and 1": (("sequences", 0, "loss_mask", 1), 2),
