@@ -42,6 +42,9 @@ class EngineSettings:
     """Device of the engine: auto uses CUDA if available, cuda requires it, cpu never uses it."""
     kv_cache_mib: int = 64
     """Size of the KV cache in MiB per rank when the engine runs on a CPU."""
+    return_routed_experts: bool = False
+    """Record the experts that the engine uses for each token, for a model with experts;
+    algo.routing_replay=rollout sets it."""
     gpu_memory_utilization: float = 0.45
     """Fraction of a GPU's memory that the engine uses for its weights and KV cache."""
     max_model_len: int = 4096

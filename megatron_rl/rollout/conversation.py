@@ -193,9 +193,11 @@ class TokenConversation:
         start = len(context.token_ids)
         num_remaining = self._limits.max_sequence_tokens - start
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, num_remaining))
+        sampling = replace(sampling, routed_experts_start=len(context.routed_experts))
         self._requested_version = self._engine.weight_version if self._requested_version is None else self._requested_version
         completion = await self._engine.generate(context.token_ids, context.images, sampling)
         context.extend(completion.token_ids, logprobs=completion.logprobs, versions=completion.weight_versions)
+        context.routed_experts.extend(completion.routed_experts)
         self.response_size = ResponseSize(start, len(completion.token_ids), completion.is_stopped)
         text = self._renderer.decode_response(completion.token_ids)
         self.turns.append(Turn(sequence=self._current, token_span=(start, len(context.token_ids)), text=text))
@@ -285,6 +287,7 @@ def copy_prefix(context: TokenSequence, length: int, *, image_token_id: int) -> 
     assert num_left == 0, "a prefix ends after a response, so it contains no part of an image"
     copy = TokenSequence()
     copy.extend(tokens, images=tuple(images))
+    copy.routed_experts = context.routed_experts[:length]
     return copy
 
 

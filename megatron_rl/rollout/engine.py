@@ -38,6 +38,10 @@ class SamplingSettings:
     logprob_token_ids: tuple[int, ...] = ()
     """Token ids for which logprobs are returned at every sampled position; vLLM allows up to 128.
     """
+    routed_experts_start: int = 0
+    """Number of leading tokens of the sequence of which the experts are known already. An engine
+    that records experts does not return them again.
+    """
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,6 +62,10 @@ class Completion:
     requested_logprobs: list[list[float]] = field(default_factory=list)
     """Logprobs of the ids in SamplingSettings.logprob_token_ids at each sampled position; empty if
     no ids are requested.
+    """
+    routed_experts: list[bytes] = field(default_factory=list)
+    """Rows of TokenSequence.routed_experts for all tokens but the last sampled one, beginning with
+    SamplingSettings.routed_experts_start; empty if the engine does not record experts.
     """
 
 

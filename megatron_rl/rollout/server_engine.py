@@ -178,8 +178,11 @@ class ServerEngine:
         completion.token_ids.extend(part.token_ids)
         completion.logprobs.extend(part.logprobs)
         completion.weight_versions.extend([version] * len(part.token_ids))
+        completion.routed_experts.extend(part.routed_experts)
         end = find_stop(completion.token_ids, before, sampling.stop, self._decode_tokens) if before and sampling.stop else None
         if end is not None:
+            num_dropped = len(completion.token_ids) - end
+            del completion.routed_experts[max(0, len(completion.routed_experts) - num_dropped) :]
             for column in (completion.token_ids, completion.logprobs, completion.weight_versions):
                 del column[end:]
         return end is not None or part.finish_reason == "stop"

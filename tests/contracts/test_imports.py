@@ -79,6 +79,10 @@ LIBRARY_FOLDERS = {"vllm": ("rollout/vllm/",), "megatron": ("policy/", "memory_p
 HEAVY = ["vllm", "megatron"]
 WORKER_EXTENSION = PACKAGE / "rollout" / "vllm" / "worker_extension.py"
 """The module that vLLM servers import; no other module may import it."""
+RECORDER = PACKAGE / "rollout" / "vllm" / "routed_experts.py"
+"""Subclasses of vLLM's classes, which vLLM imports by name; an engine that records experts imports
+them when it starts.
+"""
 OF_GAMES = set() if find_spec("fast_downward") else {PACKAGE / "tasks" / "alfworld" / "textworld_engine.py"}
 """Files that cannot be imported without launch/install_alfworld.sh."""
 NEVER_LOADS = {
@@ -252,7 +256,7 @@ def loaded() -> dict[str, set[str]]:
             room: [
                 ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
                 for path in files_of(room)
-                if path not in {WORKER_EXTENSION, *OF_GAMES}
+                if path not in {WORKER_EXTENSION, RECORDER, *OF_GAMES}
             ]
             for room in row
         }

@@ -4,7 +4,7 @@ episode without tokens.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -181,3 +181,30 @@ def test_an_episode_needs_no_tokens() -> None:
     assert (rollout.status, rollout.stop_reason, rollout.sequences) == (Status.TRUNCATED, StopReason.MAX_TOKENS, [])
     assert [turn.text for turn in rollout.turns] == ["reply 0", "reply 1", "reply 2"] and rollout.reward is not None
     assert [message["content"] for message in words.heard] == ["Begin.", *(f"You said reply {number}." for number in range(3))]
+
+
+def test_experts_are_recorded_once(renderer: Renderer) -> None:
+    """Each request asks for the experts that the sequence lacks. A branch keeps those of its prefix."""
+
+    class Recording(Talkative):
+        async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
+            completion = await super().generate(token_ids, images, sampling)
+            rows = [bytes([len(self.asked)])] * (len(token_ids) + sampling.max_tokens - 1 - sampling.routed_experts_start)
+            return replace(completion, routed_experts=rows)
+
+    engine = Recording()
+    conversation = TokenConversation(engine, renderer, SequenceLimits(max_sequence_tokens=500, max_images=0))
+    assert asyncio.run(conversation.start(user("?"))) is None
+    prompt = len(conversation.sequences[0].token_ids)
+    for _ in range(2):
+        say(conversation, 4)
+        hear(conversation, "Go on.", is_new_prompt=False)
+    (context,) = conversation.sequences
+    second = engine.asked[1].routed_experts_start
+    assert [asked.routed_experts_start for asked in engine.asked] == [0, prompt + 3]
+    assert context.routed_experts == [b"\x01"] * second + [b"\x02"] * (conversation.turns[1].token_span[1] - 1 - second)
+    asyncio.run(conversation.observe(user("Or else?"), is_new_prompt=False, after_turn=0))
+    say(conversation, 4)
+    branch = conversation.sequences[1]
+    assert branch.routed_experts[: prompt + 4] == context.routed_experts[: prompt + 4]
+    assert engine.asked[2].routed_experts_start == prompt + 4 and len(branch.routed_experts) == len(branch.token_ids) - 1

@@ -12,6 +12,7 @@ from megatron_rl.rollout.busy_timer import BusyTimer
 from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.health import ServerControl
 from megatron_rl.rollout.server_engine import ServerEngine
+from megatron_rl.rollout.vllm.client import PartialCompletion
 from megatron_rl.rollout.vllm.server_api import VllmServer
 from megatron_rl.types import SpecialTokens
 
@@ -89,3 +90,17 @@ def test_all_wait_together(dark: tuple[ServerEngine, list[str]]) -> None:
     with pytest.raises(InfraTimeout):
         engine.run(asked(engine))
     assert time.monotonic() - began >= 0.5, "another outage, another wait"
+
+
+def test_a_stop_string_across_two_requests_drops_its_experts(dark: tuple[ServerEngine, list[str]]) -> None:
+    """The experts of tokens after a stop string are dropped with the tokens. The last kept token has
+    none, because the prompt has two tokens, of which the first is known.
+    """
+    engine, _ = dark
+    engine._decode_tokens = lambda token_ids: "".join(map(chr, token_ids))
+    completion, sampling = Completion([], [], is_stopped=False, weight_versions=[]), SamplingSettings(9, 1.0, seed=0, stop=("bc",))
+    first = PartialCompletion([97, 98], [-1.0] * 2, "abort", routed_experts=[b"1", b"2"])
+    assert not engine._append_part(completion, first, sampling, version=0)
+    rest = PartialCompletion([99, 100, 101], [-1.0] * 3, "length", routed_experts=[b"3", b"4", b"5"])
+    assert engine._append_part(completion, rest, sampling, version=1)
+    assert completion.token_ids == [97, 98, 99] and completion.routed_experts == [b"1", b"2", b"3"]

@@ -14,10 +14,11 @@ import io
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 
+import numpy as np
 from pydantic import BaseModel
 
 from megatron_rl.clients.endpoint_pool import EndpointError, describe_error, to_one_line
@@ -28,9 +29,9 @@ from megatron_rl.types import Image, SpecialTokens
 from megatron_rl_sandbox.bounded_http import BoundedClient, NoResponse
 
 GENERATE_PATH = "/inference/v1/generate"
-MAX_BYTES_PER_TOKEN, MAX_OTHER_BYTES = 1 << 10, 1 << 20
+MAX_BYTES_PER_TOKEN, MAX_OTHER_BYTES = 1 << 11, 1 << 20
 """Limits on the size of a reply in bytes: per prompt or sampled token, and for the rest of the
-reply.
+reply. The experts of a token in 94 sparse layers, 8 in each, take 1,003 bytes.
 """
 ABORTED = "abort"
 """Finish reason of an aborted request; the reply contains the tokens sampled so far."""
@@ -51,6 +52,7 @@ class _Span(BaseModel):
 
 
 class _Choice(BaseModel):
+    routed_experts: str | None = None
     finish_reason: str
     token_ids: list[int]
     logprobs: _Logprobs | None
@@ -87,6 +89,8 @@ class PartialCompletion:
     """Number of leading tokens that were sampled by a separate first request, which sent a new
     image. The server cannot match a stop string that begins in these tokens.
     """
+    routed_experts: list[bytes] = field(default_factory=list)
+    """Rows of TokenSequence.routed_experts that no earlier call has returned."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -126,30 +130,37 @@ class GenerateClient:
             if first is not None:
                 if first.finish_reason != "length" or most == 1:
                     return first
-                more = await call(first.token_ids, most=most - 1)
+                more = await call(first.token_ids, most=most - 1, num_rows=len(first.routed_experts))
                 return PartialCompletion(
-                    first.token_ids + more.token_ids, first.logprobs + more.logprobs, more.finish_reason, num_from_first_request=1
-                )
-        return await call(partial_completion.token_ids, most=most - num_said)
+                    first.token_ids + more.token_ids, first.logprobs + more.logprobs, more.finish_reason, num_from_first_request=1,
+                    routed_experts=first.routed_experts + more.routed_experts,
+                )  # fmt: skip
+        return await call(partial_completion.token_ids, most=most - num_said, num_rows=len(partial_completion.routed_experts))
 
     async def _send_with_images(
-        self, server: ServerBackend, request: GenerateRequest, sampled_ids: list[int], *, most: int, label: str, salt: str
-    ) -> PartialCompletion:
-        """Request up to `most` tokens; resend the turn's images if the server has evicted any."""
+        self, server: ServerBackend, request: GenerateRequest, sampled_ids: list[int], *,
+        most: int, label: str, salt: str, num_rows: int = 0,
+    ) -> PartialCompletion:  # fmt: skip
+        """Request up to `most` tokens; resend the turn's images if the server has evicted any.
+
+        `num_rows` is the number of rows of experts that earlier requests of the turn have returned.
+        """
         try:
-            return await self._call(server, request, sampled_ids, most=most, label=label, salt=salt)
+            return await self._call(server, request, sampled_ids, most=most, label=label, salt=salt, num_rows=num_rows)
         except _ImageForgotten:
             server.known_images.difference_update(image.key for image in request.images)
-            return await self._call(server, request, sampled_ids, most=most, label=label, salt=salt)
+            return await self._call(server, request, sampled_ids, most=most, label=label, salt=salt, num_rows=num_rows)
 
     async def _call(
-        self, server: ServerBackend, request: GenerateRequest, sampled_ids: list[int], *, most: int, label: str, salt: str
-    ) -> PartialCompletion:
+        self, server: ServerBackend, request: GenerateRequest, sampled_ids: list[int], *,
+        most: int, label: str, salt: str, num_rows: int = 0,
+    ) -> PartialCompletion:  # fmt: skip
         asked, began = request.token_ids + sampled_ids, time.monotonic()
+        first_row = request.sampling.routed_experts_start + num_rows
         body = {
             "token_ids": collapse_image_tokens(asked, self.special_tokens.image_token_id),
             "content_parts": [await self.image_reference(image, server) for image in request.images] or None,
-            "sampling_params": self._sampling_params(request.sampling, len(sampled_ids), most),
+            "sampling_params": self._sampling_params(request.sampling, len(sampled_ids), most) | {"routed_experts_prompt_start": first_row},
             "return_token_ids": True,
             "cache_salt": salt,
         }
@@ -168,7 +179,7 @@ class GenerateClient:
                 raise _ImageForgotten("no longer has an image in its cache")
             raise ValueError(to_one_line(answer.text))
         try:
-            part = _parse_reply(server.check_reply(answer, GENERATE_PATH), asked, label, max_tokens=most)
+            part = _parse_reply(server.check_reply(answer, GENERATE_PATH), asked, label, max_tokens=most, first_row=first_row)
         except EndpointError:
             server.endpoint.record_failure(sent_at=began)
             raise
@@ -223,8 +234,8 @@ async def _sending_images(server: ServerBackend, image_keys: set[str]) -> AsyncI
         arrived.set()
 
 
-def _parse_reply(body: bytes, sent_ids: list[int], label: str, *, max_tokens: int) -> PartialCompletion:
-    """Parse and check a reply.
+def _parse_reply(body: bytes, sent_ids: list[int], label: str, *, max_tokens: int, first_row: int) -> PartialCompletion:
+    """Parse and check a reply. `first_row` is the first token of which the experts are returned.
 
     Raises:
         EndpointError: The reply is invalid, or was sampled with weights other than `label`.
@@ -247,7 +258,26 @@ def _parse_reply(body: bytes, sent_ids: list[int], label: str, *, max_tokens: in
         )
     if len(choice.token_ids) > max_tokens:
         raise EndpointError(f"returned {len(choice.token_ids)} tokens, but at most {max_tokens} were requested")
-    return PartialCompletion(choice.token_ids, logprobs, choice.finish_reason)
+    experts = decode_routed_experts(choice.routed_experts) if choice.routed_experts else []
+    num_computed = len(sent_ids) + len(choice.token_ids) - 1 - first_row
+    if experts and len(experts) != num_computed:
+        raise EndpointError(f"returned the experts of {len(experts)} tokens, expected {num_computed}")
+    return PartialCompletion(choice.token_ids, logprobs, choice.finish_reason, routed_experts=experts)
+
+
+def decode_routed_experts(text: str) -> list[bytes]:
+    """Decode the experts in a reply, a base64-encoded NumPy file, as one row for each token.
+
+    Raises:
+        EndpointError: The text is no NumPy file with integers [tokens, sparse layers, top_k].
+    """
+    try:
+        experts = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise EndpointError(f"routed_experts: {to_one_line(str(error))}") from error
+    if experts.ndim != 3 or experts.dtype not in (np.uint8, np.uint16):
+        raise EndpointError(f"routed_experts: returned {experts.dtype} numbers of shape {experts.shape}")
+    return [row.tobytes() for row in experts]
 
 
 def find_stop(token_ids: list[int], before: int, stop: Sequence[str], decode: Callable[[list[int]], str]) -> int | None:

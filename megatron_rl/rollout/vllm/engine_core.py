@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 SHARED_MEMORY = Path("/dev/shm")
+RECORDING_SCHEDULER = "megatron_rl.rollout.vllm.routed_experts.RecordingScheduler"
+"""Value of vLLM's option scheduler_cls with which an engine records experts."""
 CACHED_PATCHES = 1 << 20
 """Maximum number of image patches kept between requests. These patches take 4.9 GB for Qwen2.5-VL
 and 6.4 GB for Qwen3-VL; part of this memory is shared with the `Image` objects.
@@ -91,6 +93,10 @@ def _start_vllm(
         )
         require(built_for_cpu != cuda, "engine.device", "cuda" if cuda else "cpu", f"engine.device=cpu {remedy}")
         keep_covered_patches()
+        if settings.return_routed_experts:
+            from megatron_rl.rollout.vllm.routed_experts import install_recorder
+
+            install_recorder()
         if not cuda:
             disable_weight_packing()
             set_shared_memory_name(name)
@@ -139,6 +145,7 @@ def engine_arguments(
         "distributed_timeout_seconds": math.ceil(timeout_s),
         "cpu_distributed_timeout_seconds": math.ceil(timeout_s),
         **device_arguments(settings, cuda=cuda),
+        **({"scheduler_cls": RECORDING_SCHEDULER, "async_scheduling": False} if settings.return_routed_experts else {}),
     }
 
 
@@ -261,7 +268,8 @@ class VllmCore:
             assert sampled.weight_versions is not None, "the engine has a weight version"
             versions = [int(span.version) for span in sampled.weight_versions for _ in range(span.start, span.end)]
             assert len(versions) == len(token_ids), f"weight versions for {len(versions)} tokens, but {len(token_ids)} tokens were sampled"
-            ended.append((output.request_id, Completion(token_ids, logprobs, sampled.finish_reason == "stop", versions, asked)))
+            experts = [] if sampled.routed_experts is None else [row.tobytes() for row in sampled.routed_experts]
+            ended.append((output.request_id, Completion(token_ids, logprobs, sampled.finish_reason == "stop", versions, asked, experts)))
         return ended
 
     def _engine_input(self, request: Request) -> "EngineInput":
@@ -311,6 +319,7 @@ class VllmCore:
             detokenize=bool(sampling.stop),
             skip_clone=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            routed_experts_prompt_start=sampling.routed_experts_start,
         )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:

@@ -132,7 +132,12 @@ def expected_fingerprint(
     return engine_fingerprint(
         model_path, dtype=dtype_name(settings.dtype), max_model_len=settings.max_model_len, max_num_seqs=settings.max_num_seqs,
         max_images=settings.max_images, banned_ids=banned_ids, logprobs_mode="processed_logprobs", backend=TRANSFER_BACKEND, pixels=sizes,
-    )  # fmt: skip
+    ) | routed_experts_property(settings.return_routed_experts)  # fmt: skip
+
+
+def routed_experts_property(is_returned: bool) -> dict[str, str]:
+    """Return the part of the fingerprint on recorded experts; empty if they are not recorded."""
+    return {"engine.return_routed_experts": str(is_returned).lower()}
 
 
 def _short_digest(*contents: bytes) -> str:

@@ -22,8 +22,10 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.platforms import current_platform
 
+from megatron_rl.rollout.vllm.engine_core import RECORDING_SCHEDULER
+from megatron_rl.rollout.vllm.routed_experts import install_recorder
 from megatron_rl.rollout.vllm.sampler import BANNED_IDS_KEY, make_logits_processor, use_seeded_noise
-from megatron_rl.rollout.vllm.server_command import TRANSFER_BACKEND, engine_fingerprint
+from megatron_rl.rollout.vllm.server_command import TRANSFER_BACKEND, engine_fingerprint, routed_experts_property
 from megatron_rl.rollout.vllm.weight_receiver import EngineWeights, WeightReceiver, disable_weight_packing
 from megatron_rl.rollout.vllm.weight_transport import TRANSPORTS, Bucket, Rendezvous, Transport, UpdateDigest, open_store, unpack_bucket
 
@@ -169,9 +171,10 @@ class RlWorkerExtension:
             max_num_seqs=config.scheduler_config.max_num_seqs, max_images=limits["image"].count,
             banned_ids=additional.get(BANNED_IDS_KEY, []), logprobs_mode=config.model_config.logprobs_mode,
             backend=transfer.backend if transfer else "", pixels=multimodal.mm_processor_kwargs,
-        )  # fmt: skip
+        ) | routed_experts_property(config.scheduler_config.scheduler_cls == RECORDING_SCHEDULER)  # fmt: skip
 
 
 if current_platform.is_cpu():
     disable_weight_packing()
+install_recorder()
 WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, VllmWeightEndpoint)

@@ -3,9 +3,13 @@ and stop texts that span two requests.
 """
 
 import asyncio
+import base64
+import io
+import pickle
 import re
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 from PIL import Image as pil
 
@@ -328,3 +332,38 @@ def test_a_stop_text_of_many_bytes_is_found_wherever_it_was_cut(text: str) -> No
     for cut in range(1, len(whole)):
         assert find_stop(token_ids, len(ahead) + cut, (text,), decode) == len(ahead) + len(whole)
     assert find_stop([*ahead, *whole[:-1], *b" and behind"], len(ahead) + 2, (text,), decode) is None
+
+
+def as_text(experts: np.ndarray) -> str:
+    """Encode experts as vLLM does."""
+    file = io.BytesIO()
+    np.save(file, experts, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_experts_of_the_tokens_that_lack_them_are_asked_for(stand_in: tuple) -> None:
+    """The rest of a turn returns the experts from the first token without them to the last but one."""
+    url, answers, asked = stand_in
+    experts = np.arange(16, dtype=np.uint8).reshape(2, 4, 2)
+    answers["/inference/v1/generate"] = 200, reply(routed_experts=as_text(experts))
+    said = Completion([7], [-0.1], is_stopped=False, weight_versions=[2], routed_experts=[b"12345678"] * 2)
+    assert ask(url, said=said).routed_experts == [bytes(range(8)), bytes(range(8, 16))]
+    assert asked[0][1]["sampling_params"]["routed_experts_prompt_start"] == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (as_text(np.zeros((2, 4, 2), np.uint8)), "returned the experts of 2 tokens, expected 4"),
+        (as_text(np.zeros((4, 8), np.uint8)), r"routed_experts: returned uint8 numbers of shape \(4, 8\)"),
+        (as_text(np.zeros((4, 4, 2), np.float32)), "routed_experts: returned float32 numbers"),
+        ("not base64!", "routed_experts: "),
+        (base64.b64encode(pickle.dumps([1])).decode(), "routed_experts: "),
+    ],
+)
+def test_experts_that_do_not_fit_are_a_fault_of_the_server(stand_in: tuple, given: str, line: str) -> None:
+    url, answers, _ = stand_in
+    answers["/inference/v1/generate"] = 200, reply(routed_experts=given)
+    with pytest.raises(EndpointError, match=f"^{line}") as fault:
+        ask(url, said=Completion([7], [-0.1], is_stopped=False, weight_versions=[2]))
+    assert "\n" not in str(fault.value)
