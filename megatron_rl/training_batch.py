@@ -1,6 +1,7 @@
 """Turns a step's rollouts into micro-batches with logprobs, values and advantages."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +18,7 @@ from megatron_rl.batching.token_stats import write_column
 from megatron_rl.config import AlgoSettings, Settings
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
+from megatron_rl.policy.routed_experts import RoutingFormat, gather_routed_experts, require_routed_experts
 from megatron_rl.types import Image, MicroBatch, Rollout
 
 BATCH_COLUMN = {
@@ -104,8 +106,8 @@ def pack_minibatches(
     """Pack this rank's share of each mini-batch into micro-batches.
 
     The micro-batches contain `on_policy_T` if run.max_staleness > 0, and `logprob_scale_T` if
-    algo.thought_logprob_scale is not 1. Logprobs of a teacher on servers are already columns of the
-    rollouts.
+    algo.thought_logprob_scale is not 1, and `routed_experts_TLK` if algo.routing_replay=rollout.
+    Logprobs of a teacher on servers are already columns of the rollouts.
     """
     packed = [policy.pack_local(shares) for shares in minibatches]
     every = [batch for batches in packed for batch in batches]
@@ -121,6 +123,10 @@ def pack_minibatches(
             batch.teacher_logprob_T = gather_column(rollouts, batch, "teacher_logprobs")
             if settings.distill.has_divergence and batch.teacher >= 0 and batch.row_R.numel():
                 batch.teacher_top_RK = gather_teacher_top(rollouts, batch)
+    if settings.algo.routing_replay == "rollout":
+        require_routed_experts(rollouts)
+        for batch in every:
+            batch.routed_experts_TLK = gather_routed_experts(rollouts, batch, RoutingFormat.from_spec(policy.spec))
     if settings.algo.thought_logprob_scale != 1:
         scale_thought_logprobs(rollouts, settings.algo.thought_logprob_scale)
         for batch in every:
@@ -134,14 +140,18 @@ def compute_logprobs_and_values(
     """Compute old logprobs, reference and teacher logprobs, and values before the first update.
 
     Each model runs one forward pass per micro-batch. Quantities that the settings do not need are
-    skipped.
+    skipped. With algo.routing_replay=policy, the pass that computes the old logprobs records the
+    experts for the updates.
     """
     algo = settings.algo
     has_old, shares_trunk = needs_old_logprob_forward(settings), has_values and critic is None
-    if has_old and shares_trunk:
-        fill_column(minibatches, policy.logprobs_and_values, "old_logprob_T", "old_value_T")
-    elif has_old:
-        fill_column(minibatches, policy.logprobs, "old_logprob_T")
+    every = [batch for batches in minibatches for batch in batches]
+    if has_old:
+        with policy.routing.recording(every) if policy.routing and algo.routing_replay == "policy" else nullcontext():
+            if shares_trunk:
+                fill_column(minibatches, policy.logprobs_and_values, "old_logprob_T", "old_value_T")
+            else:
+                fill_column(minibatches, policy.logprobs, "old_logprob_T")
     elif shares_trunk:
         fill_column(minibatches, policy.values, "old_value_T")
     if critic is not None:

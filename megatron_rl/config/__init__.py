@@ -116,6 +116,7 @@ class Settings:
     def __post_init__(self) -> None:
         require_choice("stage", self.stage, ("rl", "sft"))
         is_rl, dropout = self.stage == "rl", self.lora.dropout
+        self.engine.return_routed_experts |= self.algo.routing_replay == "rollout"
         require(not (is_rl and dropout), "lora.dropout", dropout, "must be 0 in stage=rl: the engine samples without dropout")
         self.services.require_asked(self.task)
         if isinstance(self.task.options, GymnasiumOptions):

@@ -118,6 +118,10 @@ class AlgoSettings:
     opsm_delta: float = 0.5
     """Upper bound on a sequence's mean of (rollout logprob - current logprob). If a sequence
     exceeds the bound, opsm masks every token of the sequence that has a negative advantage."""
+    routing_replay: str = "none"
+    """Experts with which the policy computes each token of a model with experts (docs/experts.md).
+    none: its own choice in every pass. policy: its choice in the pass that computes the old
+    logprobs (R2). rollout: the choice of the rollout engine (R3)."""
     temperature: float = 1.0
     """Softmax temperature of the policy, used both for sampling and for the trainer's logprobs."""
 
@@ -154,6 +158,7 @@ class AlgoSettings:
         for key, value in (("sapo_tau_positive", self.sapo_tau_positive), ("sapo_tau_negative", self.sapo_tau_negative)):
             require(value > 0, f"algo.{key}", value, "must be positive")
         self._check_corrections()
+        require_choice("algo.routing_replay", self.routing_replay, ("none", "policy", "rollout"))
         require(self.kl_coef > 0 or not self.use_kl_in_reward, "algo.use_kl_in_reward", True, "requires a positive algo.kl_coef")
 
     def _check_corrections(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
+from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm, needs_old_logprob_forward
 from megatron_rl.algo.distill import check_distill, has_merge
 from megatron_rl.batching.privileged import fill_template
 from megatron_rl.config import CriticSettings, EngineSettings, Settings, require
@@ -109,6 +109,7 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
     require(size >= 2 or not compares, "batch.group_size", size, "must be at least 2: a group with one rollout has no baseline")
     require(compares or "zero_std" not in drop, "filter.drop", drop, remedy)
     _check_adaptive_kl(settings)
+    _check_routing_replay(settings, model)
     if has_critic(settings, plugins):
         _check_critic(settings, model, world_size)
     elif settings.stage == "rl":
@@ -154,6 +155,17 @@ def _check_staleness(settings: Settings, *, num_engines: int) -> None:
         f"in flight, but {num_engines} engines run engine.max_num_seqs={max_num_seqs} each; set that to {-(-num // num_engines)}"
     )
     require(staleness == 0 or num <= num_engines * max_num_seqs, "run.max_staleness", staleness, remedy)
+
+
+def _check_routing_replay(settings: Settings, model: ModelSpec) -> None:
+    algo, remedy = settings.algo, f"model.path={settings.model.path} has no experts; leave it out"
+    has_experts = model.experts is not None
+    require(has_experts or algo.routing_replay == "none", "algo.routing_replay", algo.routing_replay, remedy)
+    require(has_experts or not settings.engine.return_routed_experts, "engine.return_routed_experts", True, remedy)
+    num_updates, correction = settings.batch.minibatches * settings.batch.epochs, algo.rollout_correction
+    records = algo.routing_replay != "policy" or num_updates == 1 or needs_old_logprob_forward(settings)
+    remedy = f"algo.rollout_correction={correction} computes no old logprobs, whose pass would record the experts; use rollout"
+    require(records, "algo.routing_replay", algo.routing_replay, remedy)
 
 
 def _check_adaptive_kl(settings: Settings) -> None:

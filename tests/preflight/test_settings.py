@@ -6,10 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import DataSettings, JudgeSettings, TaskSettings
+from megatron_rl.config import (
+    AlgoSettings,
+    BatchSettings,
+    DataSettings,
+    EngineSettings,
+    JudgeSettings,
+    ModelSettings,
+    RunSettings,
+    Settings,
+    TaskSettings,
+)
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.preflight.settings import check_same_inputs
+from megatron_rl.preflight.settings import check_same_inputs, check_sizes
 from megatron_rl.registry import Plugins, build_task
 from megatron_rl.rollout.task import Env, Task
 from megatron_rl.types import Example
@@ -128,3 +138,30 @@ def test_a_critic_that_reads_something_else(other: ModelSpec, said: str) -> None
 @pytest.mark.parametrize("size", ["3B", "7B", "72B"])
 def test_a_critic_of_another_size_reads_the_same(size: str) -> None:
     check_same_inputs(load_known_spec(f"Qwen/Qwen2.5-VL-{size}-Instruct"), MODEL, key="critic.path", path="there")
+
+
+def settings_of(**algo: object) -> Settings:
+    """Return settings with two updates per step."""
+    return Settings(
+        model=ModelSettings(path="there"), algo=AlgoSettings(**algo), batch=BatchSettings(minibatches=2), run=RunSettings(dir="here")
+    )
+
+
+def test_routing_replay_requires_experts() -> None:
+    """A dense model has no experts to replay. Experts of the trainer's own pass require that pass."""
+    experts = load_known_spec("Qwen/Qwen3-VL-30B-A3B-Instruct")
+    for replay in ("none", "policy", "rollout"):
+        settings = settings_of(routing_replay=replay)
+        assert settings.engine.return_routed_experts == (replay == "rollout")
+        check_sizes(settings, experts, 1)
+    check_sizes(settings_of(), MODEL, 1)
+    for key, settings in (
+        ("algo.routing_replay=policy", settings_of(routing_replay="policy")),
+        ("engine.return_routed_experts=True", replace(settings_of(), engine=EngineSettings(return_routed_experts=True))),
+    ):
+        with pytest.raises(ValueError, match=rf"^{key}: model.path=there has no experts; leave it out$"):
+            check_sizes(settings, MODEL, 1)
+    with pytest.raises(ValueError, match=r"^algo.routing_replay=policy: algo.rollout_correction=bypass computes no old logprobs, [^\n]*$"):
+        check_sizes(settings_of(routing_replay="policy", rollout_correction="bypass"), experts, 1)
+    with pytest.raises(ValueError, match=r"^algo.routing_replay=R3: "):
+        settings_of(routing_replay="R3")

@@ -1,7 +1,7 @@
 """Two GRPO steps of a model with experts, with an engine that chooses its experts by other logits.
 Run by test_routing_replay_run.py.
 
-    python routing_run.py MODEL_FOLDER RUN_FOLDER ROUTING_REPLAY [ROLLOUTS_TO_REPLAY]
+    python routing_run.py MODEL_FOLDER RUN_FOLDER ROUTING_REPLAY ENGINE_TP [ROLLOUTS_TO_REPLAY]
 """
 
 import os
@@ -46,7 +46,7 @@ def plant_other_choices() -> None:
 
 
 if __name__ == "__main__":
-    model, folder, replay, *recorded = sys.argv[1:]
+    model, folder, replay, engine_tp, *recorded = sys.argv[1:]
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if not recorded:
         plant_other_choices()
@@ -54,7 +54,7 @@ if __name__ == "__main__":
         Settings(
             model=ModelSettings(path=model, min_pixels=12000, max_pixels=17000),
             parallel=ParallelSettings(tp=size, sequence_parallel=size > 1),
-            engine=EngineSettings(kv_cache_mib=32, max_model_len=512),
+            engine=EngineSettings(kv_cache_mib=32, max_model_len=512, tp=int(engine_tp)),
             algo=AlgoSettings(entropy_coef=0.1, kl_coef=0.01, routing_replay=replay),
             optim=OptimSettings(lr=1e-3),
             batch=BatchSettings(prompts_per_step=2, group_size=4, minibatches=2),
