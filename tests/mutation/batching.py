@@ -87,4 +87,11 @@ MUTANTS = (
         "for row, sampled in enumerate(mask) if not sampled]",
         "tests/batching/test_packing.py -k shifts_once",
     ),
+    Mutant(
+        "prompts with other experts are shared",
+        "megatron_rl/batching/minibatches.py",
+        "    if not any(each.sequence.routed_experts for each in weighted):",
+        "    if texts:",
+        "tests/policy/test_routed_experts.py -k shared",
+    ),
 )

@@ -17,4 +17,18 @@ MUTANTS = (
         "firsts = [number * self.tp",
         "tests/services/test_engine_servers.py -k behind",
     ),
+    Mutant(
+        "the engine of routing replay records no experts",
+        "megatron_rl/config/__init__.py",
+        '        self.engine.return_routed_experts |= self.algo.routing_replay == "rollout"\n',
+        "",
+        "tests/preflight/test_settings.py -k routing_replay",
+    ),
+    Mutant(
+        "experts of a dense model are replayed",
+        "megatron_rl/preflight/settings.py",
+        '    require(has_experts or algo.routing_replay == "none", "algo.routing_replay", algo.routing_replay, remedy)\n',
+        "",
+        "tests/preflight/test_settings.py -k routing_replay",
+    ),
 )

@@ -45,4 +45,11 @@ MUTANTS = (
         "",
         "tests/distributed/test_hang_watchdog.py -k writes_a_checkpoint",
     ),
+    Mutant(
+        "experts stay on the rank that sampled",
+        "megatron_rl/distributed/image_exchange.py",
+        "        context.routed_experts,\n    )\n",
+        "        [],\n    )\n",
+        "tests/distributed/test_image_exchange.py -k column",
+    ),
 )

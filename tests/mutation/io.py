@@ -66,4 +66,11 @@ MUTANTS = (
         "number == error.errno",
         "tests/tools/test_commands.py -k broken_disk",
     ),
+    Mutant(
+        "experts of a record may be any text",
+        "megatron_rl/io/rollout_codec.py",
+        "base64.b64decode(text, validate=True)",
+        'base64.b64decode(text + "==")',
+        "tests/io/test_rollout_codec.py -k told_in_a_line",
+    ),
 )

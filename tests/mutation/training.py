@@ -262,4 +262,18 @@ MUTANTS = (
         "settings.distill.merge, step + 1",
         "tests/algo/test_distill.py -k merged_teacher",
     ),
+    Mutant(
+        "the pass of old logprobs records no experts",
+        "megatron_rl/training_batch.py",
+        'if policy.routing and algo.routing_replay == "policy" else',
+        "if False else",
+        "tests/policy/test_routing_replay.py -k old_logprobs",
+    ),
+    Mutant(
+        "the engine's experts are not replayed",
+        "megatron_rl/training_batch.py",
+        '    if settings.algo.routing_replay == "rollout":',
+        "    if False:",
+        "tests/e2e/test_routing_replay_run.py",
+    ),
 )
