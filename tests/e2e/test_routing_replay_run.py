@@ -26,7 +26,8 @@ def run_steps(torchrun: Callable[..., str], model: Path, folder: Path, *argument
 
 
 def test_replayed_experts_are_those_of_the_engine(torchrun: Callable[..., str], tmp_path: Path) -> None:
-    """With algo.routing_replay=rollout, the logprobs of engine and trainer agree in both steps, with
+    """With algo.routing_replay=rollout, the logprobs of engine and trainer agree in both
+    steps, with
     old logprobs and two updates in each. A replay of the recorded rollouts has the same metrics.
     """
     model = write_model(tmp_path)

@@ -107,7 +107,9 @@ def generate_turn(engine: ColocatedEngine | ServerEngine, contexts: list[TokenSe
 def test_experts_of_all_tokens_are_returned(
     engine: ColocatedEngine, hf: PreTrainedModel, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts equal HF's for prompts with images, two turns, cached prefixes and preempted requests."""
+    """Experts equal HF's for prompts with images, two turns, cached prefixes and preempted
+    requests.
+    """
     from megatron_rl.rollout.vllm.routed_experts import RecordingScheduler
 
     preempted: list[str] = []

@@ -1,4 +1,6 @@
-"""Experts recorded by the engine: their format, their way into micro-batches, and what is refused."""
+"""Experts recorded by the engine: their format, their way into micro-batches, and what is
+refused.
+"""
 
 import numpy as np
 import pytest
@@ -89,7 +91,9 @@ def test_invalid_experts_are_refused(wrong: bytes, line: str) -> None:
 
 
 def test_missing_experts_are_refused() -> None:
-    """Experts of all tokens before the last sampled one are required, if the rollout is trained on."""
+    """Experts of all tokens before the last sampled one are required, if the rollout is
+    trained on.
+    """
     good, bad = make_rollout([1, 2, 3, 4], 2), make_rollout([1, 2, 3, 4], 2, index=3)
     require_routed_experts([good])
     good.sequences[0].extend([8, 8])

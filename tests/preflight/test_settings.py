@@ -148,7 +148,9 @@ def settings_of(**algo: object) -> Settings:
 
 
 def test_routing_replay_requires_experts() -> None:
-    """A dense model has no experts to replay. Experts of the trainer's own pass require that pass."""
+    """A dense model has no experts to replay. Experts of the trainer's own pass require that
+    pass.
+    """
     experts = load_known_spec("Qwen/Qwen3-VL-30B-A3B-Instruct")
     for replay in ("none", "policy", "rollout"):
         settings = settings_of(routing_replay=replay)

@@ -184,7 +184,9 @@ def test_an_episode_needs_no_tokens() -> None:
 
 
 def test_experts_are_recorded_once(renderer: Renderer) -> None:
-    """Each request asks for the experts that the sequence lacks. A branch keeps those of its prefix."""
+    """Each request asks for the experts that the sequence lacks. A branch keeps those of its
+    prefix.
+    """
 
     class Recording(Talkative):
         async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:

@@ -93,7 +93,8 @@ def test_all_wait_together(dark: tuple[ServerEngine, list[str]]) -> None:
 
 
 def test_a_stop_string_across_two_requests_drops_its_experts(dark: tuple[ServerEngine, list[str]]) -> None:
-    """The experts of tokens after a stop string are dropped with the tokens. The last kept token has
+    """The experts of tokens after a stop string are dropped with the tokens. The last kept
+    token has
     none, because the prompt has two tokens, of which the first is known.
     """
     engine, _ = dark

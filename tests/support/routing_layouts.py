@@ -1,4 +1,5 @@
-"""Replays and records experts in several parallel layouts. Run under torchrun by test_routing_replay.py.
+"""Replays and records experts in several parallel layouts. Run under torchrun by
+test_routing_replay.py.
 
     routing_layouts.py MODELS OUT LAYOUT ...
 

@@ -342,7 +342,9 @@ def as_text(experts: np.ndarray) -> str:
 
 
 def test_experts_of_the_tokens_that_lack_them_are_asked_for(stand_in: tuple) -> None:
-    """The rest of a turn returns the experts from the first token without them to the last but one."""
+    """The rest of a turn returns the experts from the first token without them to the last but
+    one.
+    """
     url, answers, asked = stand_in
     experts = np.arange(16, dtype=np.uint8).reshape(2, 4, 2)
     answers["/inference/v1/generate"] = 200, reply(routed_experts=as_text(experts))
