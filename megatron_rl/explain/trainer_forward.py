@@ -54,7 +54,7 @@ class TrainerForward:
         rows, per_chunk = spec.param_mappings(), spec.num_layers // (layout.pp * layout.vpp)
         placement = ShardLocation(
             layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=layout.vpp, layers_per_chunk=per_chunk,
-            fused_norms=uses_transformer_engine(LoraSettings()),
+            fused_norms=spec.delta_net is None and uses_transformer_engine(LoraSettings()),
         )  # fmt: skip
         load_hf(self.chunks, rows, placement, source.read)
         self.export = HfWeightIterator(self.chunks, rows, placement, bucket_bytes=BUCKET_BYTES)

@@ -88,6 +88,21 @@ of a token's experts; vLLM does so if norm_topk_prob is true. output_router_logi
 router_aux_loss_coef only affect the loss that transformers computes.
 """
 
+QWEN3_5_TEXT: Fields = {
+    **QWEN3_TEXT,
+    **dict.fromkeys(
+        ("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+         "full_attention_interval", "partial_rotary_factor", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
+        ANY,
+    ),
+    "layer_types": ("linear_attention", "full_attention"), "attn_output_gate": (True,), "output_gate_type": ("silu", "swish"),
+    "mlp_only_layers": ([],),
+}  # fmt: skip
+"""Fields of the language model of Qwen3.5. The layers for multi-token prediction are not trained.
+full_attention_interval is only read by transformers, if layer_types is missing. mamba_ssm_dtype is
+the dtype of the state in the engine; the trainer always uses float32.
+"""
+
 _TOWER: Fields = {
     **_COMMON,
     **dict.fromkeys(
@@ -105,13 +120,15 @@ QWEN2_5_VISION: Fields = {
 QWEN3_VISION: Fields = {
     **_TOWER, **dict.fromkeys(("intermediate_size", "out_hidden_size", "num_position_embeddings", "deepstack_visual_indexes"), ANY),
 }  # fmt: skip
+QWEN3_5_VISION: Fields = {**QWEN3_VISION, "deepstack_visual_indexes": ([],)}
+"""Fields of Qwen3.5's vision tower, which is that of Qwen3-VL without DeepStack."""
 _VISION_COPIES = {"in_chans": ("in_channels", 3), "spatial_patch_size": ("patch_size", None), "num_attention_heads": ("num_heads", None)}
 """Maps an alternative field name in vision_config to the field that must have the same value, and
 to the default value of that field in transformers.
 """
 _ROPE: Fields = {
     **dict.fromkeys(("mrope_section", "mrope_interleaved", "rope_theta"), ANY),
-    "rope_type": ("default", "mrope"), "type": ("default", "mrope"), "partial_rotary_factor": (1,), "factor": (1,),
+    "rope_type": ("default", "mrope"), "type": ("default", "mrope"), "factor": (1,),
 }  # fmt: skip
 _TOWER_ROPE: Fields = {"rope_type": ("axial", "default"), "type": ("axial", "default"), "rope_theta": (10000,)}
 
@@ -128,13 +145,13 @@ def find_unsupported(stored: Mapping[str, Any], *, text: Fields, vision: Fields,
         architecture: The only supported class name in `architectures`.
     """
     language = {**text, "layer_types": ANY}
-    found = [*_find_unaccepted(stored, {**language, **_TOP}, ""), *_find_language_problems(stored, "")]
+    found = [*_find_unaccepted(stored, {**language, **_TOP}, ""), *_find_language_problems(stored, text, "")]
     if stored.get("architectures") not in (None, [], [architecture]):
         found.append(f"architectures is {_short(stored['architectures'])}, not {architecture}")
     text_config, vision_config = stored.get("text_config"), stored.get("vision_config")
     nested = text_config if isinstance(text_config, dict) else {}
     fields = {**language, **_COMMON, **_SPECIAL_TOKENS, "tie_word_embeddings": ANY}
-    found += [*_find_unaccepted(nested, fields, "text_config."), *_find_language_problems(nested, "text_config.")]
+    found += [*_find_unaccepted(nested, fields, "text_config."), *_find_language_problems(nested, text, "text_config.")]
     if isinstance(text_config, dict) or not is_flat:
         found += _find_size_conflicts(stored, nested)
     if isinstance(vision_config, dict):
@@ -164,18 +181,20 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _find_language_problems(stored: Mapping[str, Any], path: str) -> Iterator[str]:
+def _find_language_problems(stored: Mapping[str, Any], text: Fields, path: str) -> Iterator[str]:
     """Yield a phrase for unsupported layer types, experts and rotary settings."""
     layers = stored.get("layer_types")
-    if layers is not None and (not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)):
-        other = layers if not isinstance(layers, list) else next(layer for layer in layers if layer != "full_attention")
-        yield f"{path}layer_types contains {_short(other)}, supported: full_attention"
+    known = text.get("layer_types") or ("full_attention",)
+    if layers is not None and (not isinstance(layers, list) or any(layer not in known for layer in layers)):
+        other = layers if not isinstance(layers, list) else next(layer for layer in layers if layer not in known)
+        yield f"{path}layer_types contains {_short(other)}, supported: {' or '.join(known)}"
     experts, local = stored.get("num_experts"), stored.get("num_local_experts")
     if None not in (experts, local) and experts != local:
         yield f"{path}num_experts is {_short(experts)}, but num_local_experts, another name of this field, is {_short(local)}"
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(stored.get(name), dict):
-            yield from _find_unaccepted(stored[name], _ROPE, f"{path}{name}.")
+            fields = {**_ROPE, "partial_rotary_factor": text["partial_rotary_factor"]}
+            yield from _find_unaccepted(stored[name], fields, f"{path}{name}.")
 
 
 def _find_tower_problems(vision: Mapping[str, Any]) -> Iterator[str]:
@@ -208,7 +227,7 @@ def _find_rope_conflicts(stored: Mapping[str, Any], text: Mapping[str, Any]) -> 
         for group in ("rope_scaling", "rope_parameters"):
             if isinstance(part.get(group), dict):
                 places |= {f"{path}{group}.{name}": value for name, value in part[group].items() if value is not None}
-    for name in ("rope_theta", "mrope_section", "mrope_interleaved"):
+    for name in ("rope_theta", "mrope_section", "mrope_interleaved", "partial_rotary_factor"):
         same = [(path, value) for path, value in places.items() if path.rpartition(".")[2] == name]
         other = next((pair for pair in same if pair[1] != same[0][1]), None)
         if other is not None:

@@ -1,12 +1,14 @@
-"""Name mappings of the decoder layers of Qwen2 and Qwen3.
+"""Name mappings of the decoder layers of Qwen2, Qwen3 and Qwen3.5.
 
 Qwen2's layers have biases on q, k and v, and Qwen3's layers have norms on q and k. Otherwise, the
 layers of the two models have the same structure. In a mixture-of-experts model, a layer has either
-such an MLP or a router with experts (policy/experts.py).
+such an MLP or a router with experts (policy/experts.py). In Qwen3.5, a layer has either attention
+with an output gate or a gated delta net (policy/gated_delta_net.py).
 """
 
 from functools import partial
 
+from megatron_rl.models.delta_net_layout import DeltaNetSpec, delta_net_mappings
 from megatron_rl.models.name_mapping import (
     AttentionHeads,
     ParamMapping,
@@ -20,31 +22,37 @@ from megatron_rl.models.name_mapping import (
 
 
 def decoder_layer_mappings(
-    layer: int, heads: AttentionHeads, *, qkv_bias: bool, qk_norm: bool, is_sparse: bool = False
-) -> list[ParamMapping]:
+    layer: int, heads: AttentionHeads, *,
+    qkv_bias: bool, qk_norm: bool, has_gate: bool = False, is_sparse: bool = False, delta_net: DeltaNetSpec | None = None,
+) -> list[ParamMapping]:  # fmt: skip
     """Return the name mappings of the decoder layer with global layer number `layer`.
 
-    If `is_sparse` is True, the layer has a router and experts instead of an MLP.
+    If `is_sparse` is True, the layer has a router and experts instead of an MLP. If `delta_net` is
+    given, the layer has a gated delta net instead of attention.
     """
     mcore, hf, stage = f"language.decoder.layers.{layer}.", f"model.layers.{layer}.", f"layer:{layer}"
 
     def qkv(kind: str) -> ParamMapping:
         names = tuple(f"{hf}self_attn.{part}_proj.{kind}" for part in "qkv")
         return ParamMapping(
-            f"{mcore}self_attention.linear_qkv.{kind}", names, stage,
-            fuse=lambda tensors: fuse_qkv(tensors, heads), split=lambda fused: split_qkv(fused, heads), shard_dim=0,
+            f"{mcore}self_attention.linear_qkv.{kind}", names, stage, shard_dim=0,
+            fuse=lambda tensors: fuse_qkv(tensors, heads, has_gate=has_gate),
+            split=lambda fused: split_qkv(fused, heads, has_gate=has_gate),
         )  # fmt: skip
 
     norms = [ParamMapping(f"{mcore}self_attention.{x}_layernorm.weight", (f"{hf}self_attn.{x}_norm.weight",), stage) for x in "qk"]
-    return [
-        ParamMapping(
-            f"{mcore}input_layernorm.weight", (f"{hf}input_layernorm.weight",), stage,
-            fused_norm=f"{mcore}self_attention.linear_qkv.layer_norm_weight",
-        ),
+    attention = [
         qkv("weight"),
         *([qkv("bias")] if qkv_bias else []),
         *(norms if qk_norm else []),
         ParamMapping(f"{mcore}self_attention.linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), stage, shard_dim=1),
+    ]
+    return [
+        ParamMapping(
+            f"{mcore}input_layernorm.weight", (f"{hf}input_layernorm.weight",), stage,
+            fused_norm="" if delta_net else f"{mcore}self_attention.linear_qkv.layer_norm_weight",
+        ),
+        *(delta_net_mappings(f"{mcore}self_attention.", f"{hf}linear_attn.", stage, delta_net) if delta_net else attention),
         ParamMapping(
             f"{mcore}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",), stage,
             fused_norm="" if is_sparse else f"{mcore}mlp.linear_fc1.layer_norm_weight",
@@ -76,3 +84,4 @@ def _expert_mappings(mcore: str, hf: str, stage: str) -> list[ParamMapping]:
 
 qwen2_layer_mappings = partial(decoder_layer_mappings, qkv_bias=True, qk_norm=False)
 qwen3_layer_mappings = partial(decoder_layer_mappings, qkv_bias=False, qk_norm=True)
+qwen3_5_layer_mappings = partial(decoder_layer_mappings, qkv_bias=False, qk_norm=True, has_gate=True)

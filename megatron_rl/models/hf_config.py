@@ -16,6 +16,7 @@ from transformers.activations import ACT2FN
 
 from megatron_rl.io.jsonl import read_json
 from megatron_rl.models.config_fields import find_unsupported
+from megatron_rl.models.delta_net_layout import DeltaNetSpec
 from megatron_rl.models.family import FAMILIES
 from megatron_rl.models.model_folder import find_config_file
 from megatron_rl.models.model_spec import ExpertSpec, ModelFamily, ModelSpec, VisionSpec
@@ -75,10 +76,12 @@ def parse_spec(stored: object, *, folder: str | Path, key: str) -> ModelSpec:
     if wrong:
         raise _damaged_config_error(wrong, folder=folder, key=key)
     try:
-        experts = family.read_expert_spec(config.text_config.to_dict()) if family.read_expert_spec else None
+        text = config.text_config.to_dict()
+        experts = family.read_expert_spec(text) if family.read_expert_spec else None
+        delta_net = family.read_delta_net_spec(text) if family.read_delta_net_spec else None
     except ValueError as error:
         raise ValueError(f"{key}={folder}: config.json: {error}") from error
-    return _build_spec(config, family, experts)
+    return _build_spec(config, family, experts, delta_net)
 
 
 def _damaged_config_error(reason: object, *, folder: str | Path, key: str) -> ValueError:
@@ -104,15 +107,21 @@ def _find_config_error(config: PreTrainedConfig, family: ModelFamily) -> str:
         return wrong
     if vision["hidden_act"] not in ACT2FN:
         return f"vision_config.hidden_act is {vision['hidden_act']}, which transformers does not support"
-    for name, number in (("rope_theta", text["rope_parameters"].get("rope_theta")), ("rms_norm_eps", text["rms_norm_eps"])):
+    rope = text["rope_parameters"]
+    numbers = (
+        ("rope_theta", rope.get("rope_theta")), ("rms_norm_eps", text["rms_norm_eps"]),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1)),
+    )  # fmt: skip
+    for name, number in numbers:
         if type(number) not in (int, float) or not 0 < number < math.inf:
             return f"{name} is {number}, not a positive number"
-    sections, head_dim = text["rope_parameters"].get("mrope_section"), _head_dim(text)
+    sections, rotary_dim = rope.get("mrope_section"), _rotary_dim(text)
     if not (isinstance(sections, list) and len(sections) == 3 and all(type(each) is int and each > 0 for each in sections)):
         return f"rope_scaling.mrope_section is {sections}, not three positive integers"
-    if 2 * sum(sections) != head_dim:
-        return f"rope_scaling.mrope_section is {sections}, with sum {sum(sections)}, not half of the head size, {head_dim}"
-    if bool(text["rope_parameters"].get("mrope_interleaved")) != family.has_interleaved_mrope:
+    if 2 * sum(sections) != rotary_dim or rotary_dim > _head_dim(text):
+        part = "head size" if rotary_dim == _head_dim(text) else "rotated part of a head"
+        return f"rope_scaling.mrope_section is {sections}, with sum {sum(sections)}, not half of the {part}, {rotary_dim}"
+    if bool(rope.get("mrope_interleaved")) != family.has_interleaved_mrope:
         return f"rope_scaling.mrope_interleaved is not {str(family.has_interleaved_mrope).lower()}, which this model family requires"
     return ""
 
@@ -141,7 +150,11 @@ def _head_dim(text: Mapping[str, Any]) -> int:
     return text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
 
 
-def _build_spec(config: PreTrainedConfig, family: ModelFamily, experts: ExpertSpec | None) -> ModelSpec:
+def _rotary_dim(text: Mapping[str, Any]) -> int:
+    return int(_head_dim(text) * text["rope_parameters"].get("partial_rotary_factor", 1))
+
+
+def _build_spec(config: PreTrainedConfig, family: ModelFamily, experts: ExpertSpec | None, delta_net: DeltaNetSpec | None) -> ModelSpec:
     text = config.text_config.to_dict()
     return ModelSpec(
         family=family,
@@ -164,4 +177,6 @@ def _build_spec(config: PreTrainedConfig, family: ModelFamily, experts: ExpertSp
         vision_start_id=config.vision_start_token_id,
         vision_end_id=config.vision_end_token_id,
         experts=experts,
+        delta_net=delta_net,
+        rotary_dim=_rotary_dim(text),
     )

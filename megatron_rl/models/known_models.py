@@ -16,13 +16,17 @@ _TABLE = {
         "2B": (2048, 6144, 28, 16, 8), "4B": (2560, 9728, 36, 32, 8), "8B": (4096, 12288, 36, 32, 8), "32B": (5120, 25600, 64, 64, 8),
     },
     "qwen3_vl_moe": {"30B-A3B": (2048, 6144, 48, 32, 4), "235B-A22B": (4096, 12288, 94, 64, 4)},
+    "qwen3_5": {"9B": (4096, 12288, 32, 16, 4), "27B": (5120, 17408, 64, 24, 4)},
 }  # fmt: skip
 RELEASED_SIZES: dict[str, dict[str, dict[str, int]]] = {
     family: {size: dict(zip(_NAMES, numbers, strict=True)) for size, numbers in sizes.items()} for family, sizes in _TABLE.items()
 }  # fmt: skip
 """Sizes of the language models, keyed by model_type and model size."""
-_HUB_NAMES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen2_vl": "Qwen2-VL", "qwen3_vl": "Qwen3-VL", "qwen3_vl_moe": "Qwen3-VL"}
-HUB_IDS = {f"Qwen/{_HUB_NAMES[family]}-{size}-Instruct": (family, size) for family, sizes in RELEASED_SIZES.items() for size in sizes}
+_HUB_NAMES = {
+    "qwen2_5_vl": "Qwen2.5-VL-{}-Instruct", "qwen2_vl": "Qwen2-VL-{}-Instruct", "qwen3_vl": "Qwen3-VL-{}-Instruct",
+    "qwen3_vl_moe": "Qwen3-VL-{}-Instruct", "qwen3_5": "Qwen3.5-{}",
+}  # fmt: skip
+HUB_IDS = {f"Qwen/{_HUB_NAMES[family].format(size)}": (family, size) for family, sizes in RELEASED_SIZES.items() for size in sizes}
 """Maps a released model's name on the Hugging Face hub to (model_type, model size)."""
 _EXPERT_SIZES = {"30B-A3B": 768, "235B-A22B": 1536}
 """Intermediate size of one of the 128 experts, keyed by model size."""
@@ -33,12 +37,13 @@ _PATCH_SIZES = {"spatial_merge_size": 2, "temporal_patch_size": 2}
 def make_released_config(size: str, *, family: str = "qwen2_5_vl") -> dict[str, object]:
     """Return the content of a released model's config.json.
 
-    For Qwen3-VL, the content is nested, with the field names of transformers 4.57. For the older
-    families, the content is flat, with the field names of transformers 4.41.
+    For Qwen3-VL and Qwen3.5, the content is nested, with the field names of transformers 4.57. For
+    the older families, the content is flat, with the field names of transformers 4.41.
     """
-    return {"qwen2_5_vl": _qwen2_5_vl, "qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl, "qwen3_vl_moe": _qwen3_vl_moe}[family](
-        size, RELEASED_SIZES[family][size]
-    )
+    make = {
+        "qwen2_5_vl": _qwen2_5_vl, "qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl, "qwen3_vl_moe": _qwen3_vl_moe, "qwen3_5": _qwen3_5
+    }  # fmt: skip
+    return make[family](size, RELEASED_SIZES[family][size])
 
 
 def _qwen2_5_vl(size: str, sizes: dict[str, int]) -> dict[str, object]:
@@ -108,6 +113,32 @@ def _qwen3_vl_moe(size: str, sizes: dict[str, int]) -> dict[str, object]:
     return {
         **config, "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe", "text_config": text | experts,
         "vision_config": vision | {"model_type": "qwen3_vl_moe"},
+    }  # fmt: skip
+
+
+def _qwen3_5(size: str, sizes: dict[str, int]) -> dict[str, object]:
+    """Return the config of a model with attention in every fourth layer.
+
+    The sizes of the 9B model are the defaults of transformers 5.19 (Qwen3_5TextConfig).
+    """
+    config = _qwen3_vl(size, sizes)
+    vision = cast("dict[str, object]", config["vision_config"])
+    text = {
+        **sizes, "model_type": "qwen3_5_text", "head_dim": 256, "attention_bias": False, "dtype": "bfloat16", "hidden_act": "silu",
+        "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "vocab_size": 248320, "attn_output_gate": True,
+        "layer_types": [("linear_attention", "full_attention")[layer % 4 == 3] for layer in range(sizes["num_hidden_layers"])],
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 2 * sizes["num_attention_heads"], "full_attention_interval": 4, "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+        "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+        },
+    }  # fmt: skip
+    return {
+        **config, "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text,
+        "vision_config": vision | {"model_type": "qwen3_5", "deepstack_visual_indexes": []},
+        "image_token_id": 248056, "video_token_id": 248057, "vision_start_token_id": 248053, "vision_end_token_id": 248054,
     }  # fmt: skip
 
 

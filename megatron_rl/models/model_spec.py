@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatron_rl.models.config_fields import Fields
+from megatron_rl.models.delta_net_layout import DeltaNetSpec
 from megatron_rl.models.name_mapping import (
     AttentionHeads,
     ParamMapping,
@@ -151,7 +152,8 @@ class ModelFamily:
     """Function that builds a VisionSpec from a vision_config."""
     layer_mappings: Callable[..., list[ParamMapping]]
     """Function (global layer number, heads) -> name mappings of one decoder layer. A family with
-    experts has the keyword is_sparse as well (ExpertSpec.sparse_layers).
+    experts has the keyword is_sparse as well (ExpertSpec.sparse_layers), and a family with gated
+    delta nets the keyword delta_net.
     """
     megatron_tower_mappings: Callable[[VisionSpec], list[ParamMapping]]
     """Function that returns the name mappings of a vision tower built from Megatron's layers, as
@@ -179,6 +181,10 @@ class ModelFamily:
     read_expert_spec: Callable[[Mapping[str, Any]], ExpertSpec] | None = None
     """Function that builds an ExpertSpec from the fields of text_config, and raises ValueError if
     a field is invalid; None if all models of the family are dense.
+    """
+    read_delta_net_spec: Callable[[Mapping[str, Any]], DeltaNetSpec] | None = None
+    """Function that builds a DeltaNetSpec from the fields of text_config, and raises ValueError if
+    a field is invalid; None if all layers of the family have attention.
     """
 
 
@@ -215,10 +221,18 @@ class ModelSpec:
     vision_end_id: int
     experts: ExpertSpec | None = None
     """Sizes of the experts; None for a dense model."""
+    delta_net: DeltaNetSpec | None = None
+    """Sizes of the gated delta nets; None if all layers have attention."""
+    rotary_dim: int
+    """Number of channels of an attention head that the rotary embedding rotates, the first ones."""
 
     def is_sparse(self, layer: int) -> bool:
         """Return True if the MLP of the decoder layer with this global number has experts."""
         return self.experts is not None and self.experts.sparse_layers[layer]
+
+    def is_linear(self, layer: int) -> bool:
+        """Return True if the decoder layer with this global number has a gated delta net."""
+        return self.delta_net is not None and self.delta_net.linear_layers[layer]
 
     @property
     def heads(self) -> AttentionHeads:
@@ -250,7 +264,9 @@ class ModelSpec:
         )  # fmt: skip
 
     def _layer_mappings(self, layer: int, heads: AttentionHeads) -> list[ParamMapping]:
-        options = {} if self.experts is None else {"is_sparse": self.is_sparse(layer)}
+        options: dict[str, Any] = {} if self.experts is None else {"is_sparse": self.is_sparse(layer)}
+        if self.is_linear(layer):
+            options["delta_net"] = self.delta_net
         return self.family.layer_mappings(layer, heads, **options)
 
     def build_tower(self) -> PreTrainedModel:

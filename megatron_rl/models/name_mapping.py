@@ -130,21 +130,30 @@ class ParamMapping:
         return self.split(whole) if self.split else (whole,)
 
 
-def fuse_qkv(tensors: Tensors, heads: AttentionHeads) -> torch.Tensor:
+def fuse_qkv(tensors: Tensors, heads: AttentionHeads, *, has_gate: bool = False) -> torch.Tensor:
     """Fuse q, k and v into Megatron's linear_qkv.
 
     The shape of q is [num_query_heads * dim, ...], and the shape of k and v is [num_kv_heads * dim,
     ...]. The result is [num_kv_heads * (num_query_heads / num_kv_heads + 2) * dim, ...].
+
+    If `has_gate` is True, q also contains output gates. Hugging Face stores the gate of each head
+    after its query; Megatron stores the gates of a key/value group after all queries of the group.
     """
-    grouped = [tensor.reshape(heads.num_kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
-    return torch.cat(grouped, 1).flatten(0, 1)
+    if has_gate:
+        q = tensors[0]
+        tensors = (q.reshape(heads.num_kv_heads, -1, 2, heads.head_dim, *q.shape[1:]).transpose(1, 2), *tensors[1:])
+    rest = tensors[1].shape[1:]
+    return torch.cat([tensor.reshape(heads.num_kv_heads, -1, *rest) for tensor in tensors], 1).flatten(0, 1)
 
 
-def split_qkv(fused: torch.Tensor, heads: AttentionHeads) -> Tensors:
+def split_qkv(fused: torch.Tensor, heads: AttentionHeads, *, has_gate: bool = False) -> Tensors:
     """Split Megatron's linear_qkv into q, k and v; inverse of `fuse_qkv`."""
     grouped = fused.reshape(heads.num_kv_heads, -1, *fused.shape[1:])
-    q_rows = heads.num_query_heads // heads.num_kv_heads * heads.head_dim
-    return tuple(part.flatten(0, 1) for part in grouped.split([q_rows, heads.head_dim, heads.head_dim], 1))
+    q_rows = (1 + has_gate) * heads.num_query_heads // heads.num_kv_heads * heads.head_dim
+    q, k, v = grouped.split([q_rows, heads.head_dim, heads.head_dim], 1)
+    if has_gate:
+        q = q.unflatten(1, (2, -1, heads.head_dim)).transpose(1, 2).flatten(1, 3)
+    return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
 
 
 def fuse_halves(tensors: Tensors) -> torch.Tensor:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -32,6 +32,9 @@ from megatron_rl.errors import RunFailed
 from megatron_rl.policy.deepstack import DeepStack
 from megatron_rl.policy.fused import rotate
 from megatron_rl.policy.routing_replay import BatchRouting
+
+if TYPE_CHECKING:
+    from megatron_rl.policy.delta_rule import DeltaPlan
 
 PREFIX_ATTENTION_BOUND = 2e-2
 """Largest relative error accepted by `require_prefix_attention`. The bound allows for bfloat16
@@ -147,6 +150,8 @@ class SharedPromptParams(PackedSeqParams):
     stacked: DeepStack | None = None
     routing: BatchRouting | None = None
     """Experts to replay or to record; None if the routers choose."""
+    delta_plan: "DeltaPlan | None" = None
+    """Indices for gated delta nets; None if the model has none."""
 
 
 def packed_attention(

@@ -39,6 +39,17 @@ def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     return weight * normed.to(x.dtype)
 
 
+def zero_centered_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Apply RMSNorm, multiplied by 1 + weight; computed in fp32 and rounded once.
+
+    The sum is not rounded to the dtype of `weight`, which would lose most of a small weight.
+    """
+    x_float, scale = x.float(), 1 + weight.float()
+    if x.is_cuda:
+        return rms_norm(x_float, scale.shape, scale, eps).to(x.dtype)
+    return (x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + eps) * scale).to(x.dtype)
+
+
 def gated_mlp(x: torch.Tensor, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> torch.Tensor:
     """Apply a gated MLP, down(silu(gate(x)) * up(x)), to x [P, H]."""
     return fused_gated_mlp(x, gate, up, down) if x.is_cuda else down(silu(gate(x)) * up(x))
@@ -93,9 +104,15 @@ def rotate(q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_TD: torch.Tensor, sin_T
     """Apply the rotary embedding to queries and keys.
 
     The rotation pairs channel d with channel d + D / 2 (arXiv 2104.09864, as in Hugging Face's
-    rotate_half) and is computed in fp32.
+    rotate_half) and is computed in fp32. If the angles have fewer channels than a head, only the
+    first channels of a head are rotated.
     """
-    return (_rotate_on_gpu if q_TND.is_cuda else _rotate)(q_TND, k_TKD, cos_TD, sin_TD)
+    turn, dim = _rotate_on_gpu if q_TND.is_cuda else _rotate, cos_TD.shape[1]
+    if dim == q_TND.shape[-1]:
+        return turn(q_TND, k_TKD, cos_TD, sin_TD)
+    turned = turn(q_TND[..., :dim], k_TKD[..., :dim], cos_TD, sin_TD)
+    q_TND, k_TKD = (torch.cat([first, x[..., dim:]], -1) for first, x in zip(turned, (q_TND, k_TKD), strict=True))
+    return q_TND, k_TKD
 
 
 def _rotate(q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,7 +52,7 @@ def load_model(
     rows = [row for row in spec.param_mappings() if heads.has_lm_head or not is_of_output_layer(row)]
     placement = ShardLocation(
         layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=layout.vpp,
-        layers_per_chunk=spec.num_layers // (layout.pp * layout.vpp), fused_norms=uses_transformer_engine(lora),
+        layers_per_chunk=spec.num_layers // (layout.pp * layout.vpp), fused_norms=spec.delta_net is None and uses_transformer_engine(lora),
         ep_rank=layout.ep_rank, ep=layout.ep, tp_ep_group=layout.tp_ep_group,
     )  # fmt: skip
     source = open_source(Path(path), spec, key=key)

@@ -207,9 +207,15 @@ class LoraLinear(nn.Linear):
 
 
 def check_adapter_targets(lora: LoraSettings, model: ModelSpec, *, key: str) -> None:
-    """Raise ValueError if the targets include experts; `key` is the setting of the targets."""
+    """Raise ValueError if the targets include experts or gated attention.
+
+    `key` is the setting of the targets.
+    """
     has_experts = lora.rank > 0 and "mlp" in lora.targets and model.experts is not None
     require(not has_experts, key, lora.targets, "adapters on experts are not supported; leave mlp out")
+    is_gated = lora.rank > 0 and "attention" in lora.targets and model.delta_net is not None
+    remedy = "adapters on gated attention and gated delta nets are not supported; leave attention out"
+    require(not is_gated, key, lora.targets, remedy)
 
 
 def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfig) -> None:

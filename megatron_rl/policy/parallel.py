@@ -111,7 +111,8 @@ def sizes_cut_by_tp(model: ModelSpec) -> dict[str, int]:
     ffn = "rows of each MLP (intermediate_size)"
     what = f"groups of {EXPERT_MULTIPLE} rows of each expert (moe_intermediate_size)"
     experts = {} if model.experts is None else {what: model.experts.ffn_size // EXPERT_MULTIPLE}
-    return {"attention heads": model.num_heads, "key/value heads": model.num_kv_heads, ffn: model.ffn_size, **experts}
+    delta = {} if model.delta_net is None else {"key heads of each delta net": model.delta_net.num_key_heads}
+    return {"attention heads": model.num_heads, "key/value heads": model.num_kv_heads, ffn: model.ffn_size, **experts, **delta}
 
 
 def require_divisible(key: str, tp: int, sizes: Mapping[str, int], *, model_label: str) -> None:

@@ -24,10 +24,12 @@ from megatron_rl.config import LoraSettings
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.mrope import interleave_sections
 from megatron_rl.models.name_mapping import padded_vocab
-from megatron_rl.policy.attention import PackedCoreAttention, Segments, SharedPromptParams
+from megatron_rl.policy.attention import PackedCoreAttention, Segments, SharedPromptParams, to_device
 from megatron_rl.policy.deepstack import DeepStack, add_to_layer, split_embeddings
+from megatron_rl.policy.delta_rule import plan_chunks
 from megatron_rl.policy.experts import expert_config, pad_token_exchange, sparse_mlp_spec
-from megatron_rl.policy.fused import fused_rms_norm, fused_swiglu, fuses_activation
+from megatron_rl.policy.fused import fused_rms_norm, fused_swiglu, fuses_activation, zero_centered_rms_norm
+from megatron_rl.policy.gated_delta_net import delta_net_config, with_delta_net
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.lora import adapt_layers
 from megatron_rl.policy.parallel import Layout
@@ -39,7 +41,7 @@ from megatron_rl.weights.stream import MegatronParameter
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm with a weight in params_dtype.
+    """Root mean square norm with a weight in params_dtype; zero-centered in Qwen3.5.
 
     Under sequence parallelism each rank has a partial gradient of the weight. The attribute
     `sequence_parallel` of the weight makes Megatron sum the partial gradients.
@@ -48,12 +50,13 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
+        self.normalize = zero_centered_rms_norm if config.layernorm_zero_centered_gamma else fused_rms_norm
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         cast("MegatronParameter", self.weight).sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` normalized over its last dimension, in the dtype of `x`."""
-        return fused_rms_norm(x, self.weight, self.eps)
+        return self.normalize(x, self.weight, self.eps)
 
 
 class FusedMLP(MLP):
@@ -115,6 +118,7 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
         apply_rope_fusion=False,
         persist_layer_norm=False,
         **expert_config(spec, layout.ep),
+        **delta_net_config(spec),
         **spec.family.megatron_config,
     )
     # TransformerConfig rejects the all-gather dispatcher if micro-batches differ in length. Without
@@ -140,9 +144,10 @@ def _recompute(mode: str, num_layers: int) -> dict[str, Any]:
     return {}
 
 
-def _layer_specs(is_sparse: Sequence[bool], config: TransformerConfig, lora: LoraSettings) -> TransformerBlockSubmodules:
-    """Return the specs of a chunk's layers; `is_sparse` has an entry for each of them."""
-    if uses_transformer_engine(lora):
+def _layer_specs(spec: ModelSpec, numbers: Sequence[int], config: TransformerConfig, lora: LoraSettings) -> TransformerBlockSubmodules:
+    """Return the specs of the layers with these global numbers."""
+    is_sparse = [spec.is_sparse(number) for number in numbers]
+    if has_fused_layers(spec, lora):
         from megatron.core.extensions.transformer_engine import TENorm
 
         te_layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
@@ -158,6 +163,7 @@ def _layer_specs(is_sparse: Sequence[bool], config: TransformerConfig, lora: Lor
     if lora.rank:
         adapt_layers(layer, lora, config)
     layers = [_with_experts(layer, RMSNorm) if sparse else layer for sparse in is_sparse]
+    layers = [with_delta_net(each) if spec.is_linear(number) else each for number, each in zip(numbers, layers, strict=True)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=cast("Any", RMSNorm))
 
 
@@ -172,11 +178,19 @@ def _with_experts(layer: ModuleSpec, norm: object) -> ModuleSpec:
     return replace(layer, submodules=submodules)
 
 
-def _sparse_layers(spec: ModelSpec, layout: Layout, number: int) -> list[bool]:
-    """Return for each layer of this rank's chunk `number` whether it has experts."""
+def _layer_numbers(spec: ModelSpec, layout: Layout, number: int) -> range:
+    """Return the global numbers of the layers of this rank's chunk `number`."""
     size = spec.num_layers // (layout.pp * layout.vpp)
     first = (number * layout.pp + layout.pp_rank) * size
-    return [spec.is_sparse(layer) for layer in range(first, first + size)]
+    return range(first, first + size)
+
+
+def has_fused_layers(spec: ModelSpec, lora: LoraSettings) -> bool:
+    """Return True if the model is built from Transformer Engine's layers.
+
+    Models with gated delta nets always have this project's own layers.
+    """
+    return spec.delta_net is None and uses_transformer_engine(lora)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -212,17 +226,18 @@ class ModelChunk(MegatronModule):
         self.num_images_encoded = 0
         self.start_routing: Callable[[MicroBatch], BatchRouting | None] = lambda _: None
         """Returns the experts to replay or record in a pass; set by RoutingReplay."""
-        self.uses_transformer_engine = uses_transformer_engine(lora)
+        self.uses_transformer_engine = has_fused_layers(spec, lora)
         self.share_embeddings_and_output_weights = spec.tie_word_embeddings and heads.has_lm_head
         self.language = GPTModel(
             config,
-            cast("Any", _layer_specs(_sparse_layers(spec, layout, number), config, lora)),
+            cast("Any", _layer_specs(spec, _layer_numbers(spec, layout, number), config, lora)),
             vocab_size=padded_vocab(spec.vocab_size, layout.tp),
             max_sequence_length=spec.max_positions,
             pre_process=self.pre_process,
             post_process=self.post_process,
             share_embeddings_and_output_weights=spec.tie_word_embeddings and heads.has_lm_head,
             position_embedding_type="mrope",
+            rotary_percent=spec.rotary_dim / spec.head_dim,
             rotary_base=cast("Any", spec.rope_theta),
             scatter_embedding_sequence_parallel=False,
             vp_stage=number if layout.vpp > 1 else None,
@@ -325,7 +340,12 @@ class ModelChunk(MegatronModule):
         """
         segments = Segments(batch.offset_S1, batch.prefix_S, device=batch.token_T.device)
         if not self.uses_transformer_engine:
-            return SharedPromptParams(qkv_format="sbhd", segments=segments, cos_sin=(angle_TD.cos(), angle_TD.sin()), stacked=stacked)
+            plan = None
+            if self.spec.delta_net is not None:
+                plan = plan_chunks(batch.offset_S1, batch.prefix_S, self.spec.delta_net.kernel_size)
+                plan = plan.to(partial(to_device, device=batch.token_T.device))
+            angles = angle_TD.cos(), angle_TD.sin()
+            return SharedPromptParams(qkv_format="sbhd", segments=segments, cos_sin=angles, stacked=stacked, delta_plan=plan)
         offsets, longest = batch.cu_seqlens_S1, segments.max_length
         return SharedPromptParams(
             qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, cu_seqlens_q_padded=offsets, cu_seqlens_kv_padded=offsets,

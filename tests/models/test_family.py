@@ -74,7 +74,7 @@ def test_the_plan_counts_heads_of_that_size(made: ModelSpec) -> None:
 def test_an_unknown_model_type_is_told_what_is_known(made: ModelSpec) -> None:
     """An unknown model_type is rejected with the known ones, including the added family."""
     with pytest.raises(
-        ValueError, match=r"^--hf=there: .* model_type llama; supported: qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe, made$"
+        ValueError, match=r"^--hf=there: .* model_type llama; supported: qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, made$"
     ):
         parse_spec({"model_type": "llama"}, folder="there", key="--hf")
 
@@ -120,7 +120,8 @@ def test_every_parameter_is_of_one_part_and_every_tower_linear_of_one_target(mod
         assert len(parts) == 1, each.mcore_name
     linears = {name.removeprefix("visual.").removesuffix(".weight") for name, shape in spec.shapes().items() if len(shape) == 2}
     tower = {name for name in linears if name.startswith(("blocks.", "merger.", "deepstack_merger_list."))}
-    assert len(tower) == {"qwen2_5_vl": 3 * 5 + 2, "qwen2_vl": 3 * 4 + 2, "qwen3_vl": 3 * 4 + 4 * 2}[model_type.removesuffix("_moe")]
+    counts = {"qwen2_5_vl": 3 * 5 + 2, "qwen2_vl": 3 * 4 + 2, "qwen3_vl": 3 * 4 + 4 * 2, "qwen3_5": 3 * 4 + 2}
+    assert len(tower) == counts[model_type.removesuffix("_moe")]
     for name in tower:
         targets = [target for target, pattern in row.vision_lora_patterns.items() if re.fullmatch(pattern, name)]
         assert targets == ["vision" if name.startswith("blocks.") else "projector"], name

@@ -1,4 +1,4 @@
-"""Writes a small Qwen2.5-VL, Qwen2-VL, Qwen3-VL or Qwen3-VL-MoE model as a Hugging Face folder.
+"""Writes a small Qwen2.5-VL, Qwen2-VL, Qwen3-VL, Qwen3-VL-MoE or Qwen3.5 model for Hugging Face.
 
 The folder contains the config, weights, tokenizer, processor and chat template, and is created
 atomically.
@@ -51,6 +51,7 @@ FAMILIES = {
     "qwen2_vl": (Qwen2VLProcessor, Qwen2VLVideoProcessor, {}),
     "qwen3_vl": _QWEN3_PROCESSOR,
     "qwen3_vl_moe": _QWEN3_PROCESSOR,
+    "qwen3_5": _QWEN3_PROCESSOR,
 }
 """Processor class, video processor class and image processor settings, keyed by model_type."""
 # Qwen2.5's added tokens in the order of its tokenizer.json. SPECIAL_TOKENS are skipped in decoded
@@ -90,6 +91,12 @@ class ModelSizes:
     """Number of experts in each layer of qwen3_vl_moe, except layer 1, which is dense."""
     experts_per_token: int = 2
     expert_intermediate: int = 96
+    delta_key_heads: int = 4
+    """Number of key heads in the delta net of qwen3_5, with two value heads for each key head."""
+    attention_interval: int = 3
+    """Every layer of qwen3_5 with this number, counted from one, or a multiple of it has full
+    attention. The others have a gated delta net.
+    """
     vision_depth: int = 2
     vision_hidden: int = 64
     vision_heads: int = 2
@@ -220,21 +227,32 @@ def model_config(sizes: ModelSizes, ids: dict[str, int], *, family: str, vocab_s
     pairs = sizes.hidden // sizes.heads // 2
     # Of the 64 rotary pairs of a head, Qwen2.5-VL uses 16 for time, 24 for height and 24 for width.
     # Qwen3-VL uses 24, 20 and 20 pairs, which are interleaved.
-    is_qwen3 = family in ("qwen3_vl", "qwen3_vl_moe")
+    # Qwen3.5 rotates a quarter of a head of 256 channels and uses 11, 11 and 10 pairs.
+    is_qwen3 = family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+    head_dim = 32 if family == "qwen3_5" else 2 * pairs
+    pairs = head_dim // 8 if family == "qwen3_5" else pairs
     spatial = 5 * pairs // 16 if is_qwen3 else 3 * pairs // 8
     rope = {"rope_type": "default", "rope_theta": sizes.rope_theta, "mrope_section": [pairs - 2 * spatial, spatial, spatial]}
     rope |= {"mrope_interleaved": True} if is_qwen3 else {}
+    rope |= {"partial_rotary_factor": 0.25} if family == "qwen3_5" else {}
     text = {
         "vocab_size": vocab_size, "hidden_size": sizes.hidden, "intermediate_size": sizes.intermediate, "num_hidden_layers": sizes.layers,
         "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "max_position_embeddings": sizes.max_position,
         "rms_norm_eps": sizes.rms_norm_eps, "tie_word_embeddings": sizes.tied, "rope_parameters": rope,
         "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"],
     }  # fmt: skip
-    text |= {"head_dim": 2 * pairs} if is_qwen3 else {"use_sliding_window": False, "max_window_layers": sizes.layers}
+    text |= {"head_dim": head_dim} if is_qwen3 else {"use_sliding_window": False, "max_window_layers": sizes.layers}
     if family == "qwen3_vl_moe":
         text |= {
             "num_experts": sizes.experts, "num_experts_per_tok": sizes.experts_per_token, "norm_topk_prob": True,
             "moe_intermediate_size": sizes.expert_intermediate, "mlp_only_layers": [1], "decoder_sparse_step": 1,
+        }  # fmt: skip
+    if family == "qwen3_5":
+        full = [(layer + 1) % sizes.attention_interval == 0 for layer in range(sizes.layers)]
+        text |= {
+            "layer_types": ["full_attention" if each else "linear_attention" for each in full], "linear_conv_kernel_dim": 4,
+            "linear_num_key_heads": sizes.delta_key_heads, "linear_num_value_heads": 2 * sizes.delta_key_heads,
+            "linear_key_head_dim": 16, "linear_value_head_dim": 24,
         }  # fmt: skip
     return AutoConfig.for_model(
         family, text_config=text, vision_config=vision_config(sizes, family), tie_word_embeddings=sizes.tied,
@@ -250,6 +268,8 @@ def vision_config(sizes: ModelSizes, family: str) -> dict[str, object]:
     if family == "qwen2_vl":
         return {**shared, "embed_dim": width, "hidden_size": sizes.hidden, "mlp_ratio": 2, "patch_size": 14}
     shared |= {"hidden_size": width, "intermediate_size": 2 * width, "out_hidden_size": sizes.hidden}
+    if family == "qwen3_5":
+        return {**shared, "patch_size": 16, "num_position_embeddings": 64}
     if family in ("qwen3_vl", "qwen3_vl_moe"):
         stacked = list(range(min(3, sizes.vision_depth)))
         return {**shared, "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": stacked}
@@ -270,6 +290,9 @@ def initialize(model: torch.nn.Module, *, init: str, seed: int, tied: bool) -> N
     With init="learn", biases are 0 and norm weights are 1. With init="random", every parameter
     affects the output, as parity tests require: biases have a std of 0.2, norm weights have a mean
     of 1 and a std of 0.2, and logits have a std of about 2.
+
+    Most norms of Qwen3.5 multiply by 1 plus their weight, so the mean of the weight is 0. The decay
+    of the delta net's state is such that a token affects about 10 following tokens.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -286,12 +309,20 @@ def initialize(model: torch.nn.Module, *, init: str, seed: int, tied: bool) -> N
         elif parameter.dim() >= 2:
             normal(parameter, std=1 / math.sqrt(parameter.shape[-1] if is_expert_tensor(name) else parameter[0].numel()))
         elif init == "learn":
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            parameter.fill_(_mean(name, model.config.model_type))
         else:
-            normal(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
+            normal(parameter, mean=_mean(name, model.config.model_type), std=0.2)
     if init == "random":
         output = model.get_output_embeddings().weight
         output *= 2.0
+
+
+def _mean(name: str, family: str) -> float:
+    """Return the mean of a vector's initial values."""
+    if name.endswith("A_log"):
+        return -2.0
+    is_offset = family == "qwen3_5" and "language_model." in name and not name.endswith("linear_attn.norm.weight")
+    return 0.0 if name.endswith("bias") or is_offset else 1.0
 
 
 def load_smollm2() -> tuple[Tokenizer, dict[str, torch.Tensor]]:
@@ -396,7 +427,7 @@ def make_checkpoint(
     require_choice("--preset", preset, ("nano", "nano_search", "smollm2"))
     require_choice("--init", init, ("learn", "random"))
     require(
-        preset != "smollm2" or family not in ("qwen3_vl", "qwen3_vl_moe"),
+        preset != "smollm2" or family not in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5"),
         "--family",
         family,
         "not supported with --preset smollm2: SmolLM2 does not normalize queries and keys",

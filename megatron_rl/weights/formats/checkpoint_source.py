@@ -46,6 +46,10 @@ BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq|att
 """Pattern for the names of buffers stored in older checkpoints. These tensors are not read, because
 they are computed when a model is built; transformers also ignores them.
 """
+MTP = "mtp."
+"""Prefix of the tensors for multi-token prediction in checkpoints of Qwen3.5. transformers (5.19,
+models/qwen3_5) also ignores them.
+"""
 
 
 class TensorSource(Protocol):
@@ -54,7 +58,7 @@ class TensorSource(Protocol):
     specs: Mapping[str, TensorSpec]
     skipped: Sequence[str]
     """Names of stored tensors that are ignored, because they do not belong to the model; see
-    BUFFERS.
+    BUFFERS and MTP.
     """
 
     def read(self, name: str) -> torch.Tensor:
@@ -88,8 +92,11 @@ class StoredTensors(Protocol):
 
 def describe_skipped(source: TensorSource) -> str:
     """Return one line that lists ignored tensors, or '' if no tensor was ignored."""
-    count = len(source.skipped)
-    return f"skipped: {count} stored tensors that are recomputed ({_first_names(list(source.skipped))})" if count else ""
+    kinds = {"are recomputed": [], "belong to multi-token prediction": []}
+    for name in source.skipped:
+        kinds["belong to multi-token prediction" if name.startswith(MTP) else "are recomputed"].append(name)
+    found = [f"{len(names)} stored tensors that {kind} ({_first_names(names)})" for kind, names in kinds.items() if names]
+    return f"skipped: {', '.join(found)}" if found else ""
 
 
 def check_names(found: Iterable[str], wanted: Iterable[str], *, source: str, target: str) -> None:
@@ -164,7 +171,8 @@ class HfNamedSource:
         """
         self._stored = stored
         self._has_copy = HEAD in stored.specs and HEAD not in shapes
-        self.skipped = sorted(name for name in stored.specs if BUFFERS.fullmatch(name) and name not in shapes)
+        ignored = (name for name in stored.specs if BUFFERS.fullmatch(name) or name.startswith(MTP))
+        self.skipped = sorted(name for name in ignored if name not in shapes)
         names = stored.specs.keys() - ({HEAD} if self._has_copy else set()) - set(self.skipped)
         check_names(names, shapes, source=str(stored.folder), target="the model that config.json describes")
         check_rows(stored.specs, shapes, num_token_ids=num_token_ids, where=str(stored.folder))
