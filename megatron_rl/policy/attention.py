@@ -237,6 +237,17 @@ def require_prefix_attention(kernel: VarlenKernel, device: torch.device, dtype: 
         )
 
 
+def rotate_first_channels(
+    q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply the rotary embedding to the first R channels of each head; R is D in most models."""
+    size = cos_TR.shape[1]
+    if size == q_TND.shape[-1]:
+        return rotate(q_TND, k_TKD, cos_TR, sin_TR)
+    q_TNR, k_TKR = rotate(q_TND[..., :size], k_TKD[..., :size], cos_TR, sin_TR)
+    return torch.cat([q_TNR, q_TND[..., size:]], -1), torch.cat([k_TKR, k_TKD[..., size:]], -1)
+
+
 class PackedCoreAttention(MegatronModule):
     """Implementation of Megatron's `core_attention` for packed tokens.
 
@@ -269,6 +280,6 @@ class PackedCoreAttention(MegatronModule):
         """Return the attention output [T, 1, N * D]."""
         q_TND, k_TKD, v_TKD = (x.squeeze(1) for x in (query, key, value))
         assert packed_seq_params.segments is not None and packed_seq_params.cos_sin is not None
-        q_TND, k_TKD = rotate(q_TND, k_TKD, *packed_seq_params.cos_sin)
+        q_TND, k_TKD = rotate_first_channels(q_TND, k_TKD, *packed_seq_params.cos_sin)
         out_TND = packed_attention(q_TND, k_TKD, v_TKD, packed_seq_params.segments, causal=True, scale=self.scale)
         return out_TND.flatten(1)[:, None]

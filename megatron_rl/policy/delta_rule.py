@@ -23,12 +23,14 @@ from itertools import pairwise
 import torch
 from torch.nn.functional import pad, silu
 
-MAX_CHUNK = 64
-"""Maximum number of tokens in a chunk. Each token of a chunk costs C products per head; with fewer
-tokens in a chunk, there are more steps that run in order.
+CHUNK_SIZES = (64, 32, 16)
+"""Numbers of tokens in a chunk. With large chunks, there are fewer states and fewer steps that run
+in order, but short segments need more padding.
 """
+MAX_PADDING = 1.5
+"""Number of padded tokens per token above which a smaller chunk size is chosen, if there is one."""
 NORM_EPS = 1e-6
-"""Added to the squared norm of a query or key (transformers 5.19, models/qwen3_5, l2norm)."""
+"""Added to the squared norm of a query or key (transformers 5.19, models/qwen3_next, l2norm)."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -66,8 +68,7 @@ def plan_chunks(offset_S1: Sequence[int], prefix_S: Sequence[int] | None, kernel
 
     `prefix_S` contains the index of each segment's prefix segment, or -1; see MicroBatch.prefix_S.
     """
-    num_tokens, longest = offset_S1[-1], max(stop - start for start, stop in pairwise(offset_S1))
-    size, taps = min(MAX_CHUNK, longest), []
+    num_tokens, size, taps = offset_S1[-1], choose_chunk_size(offset_S1), []
     ends: list[tuple[torch.Tensor, int]] = []  # for each segment, its last W - 1 rows and its last chunk
     chunks: list[tuple[int, int, int, int]] = []  # wave, predecessor, first row, end row
     for segment, (start, stop) in enumerate(pairwise(offset_S1)):
@@ -94,6 +95,15 @@ def plan_chunks(offset_S1: Sequence[int], prefix_S: Sequence[int] | None, kernel
         tap_WT=torch.cat(taps).t().contiguous(), row_NC=row_NC, slot_T=slot_T, wave_sizes=wave_sizes,
         parents=[torch.tensor(each) for each in parents[1:]],
     )  # fmt: skip
+
+
+def choose_chunk_size(offset_S1: Sequence[int]) -> int:
+    """Return the largest size with at most MAX_PADDING padded tokens per token, or the smallest."""
+
+    def padded(size: int) -> int:
+        return sum(-(-(stop - start) // size) * size for start, stop in pairwise(offset_S1))
+
+    return next((size for size in CHUNK_SIZES if padded(size) <= MAX_PADDING * offset_S1[-1]), CHUNK_SIZES[-1])
 
 
 def causal_convolution(x_TX: torch.Tensor, weight_XW: torch.Tensor, plan: DeltaPlan) -> torch.Tensor:

@@ -104,15 +104,9 @@ def rotate(q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_TD: torch.Tensor, sin_T
     """Apply the rotary embedding to queries and keys.
 
     The rotation pairs channel d with channel d + D / 2 (arXiv 2104.09864, as in Hugging Face's
-    rotate_half) and is computed in fp32. If the angles have fewer channels than a head, only the
-    first channels of a head are rotated.
+    rotate_half) and is computed in fp32.
     """
-    turn, dim = _rotate_on_gpu if q_TND.is_cuda else _rotate, cos_TD.shape[1]
-    if dim == q_TND.shape[-1]:
-        return turn(q_TND, k_TKD, cos_TD, sin_TD)
-    turned = turn(q_TND[..., :dim], k_TKD[..., :dim], cos_TD, sin_TD)
-    q_TND, k_TKD = (torch.cat([first, x[..., dim:]], -1) for first, x in zip(turned, (q_TND, k_TKD), strict=True))
-    return q_TND, k_TKD
+    return (_rotate_on_gpu if q_TND.is_cuda else _rotate)(q_TND, k_TKD, cos_TD, sin_TD)
 
 
 def _rotate(q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

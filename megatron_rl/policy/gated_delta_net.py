@@ -1,4 +1,4 @@
-"""Gated delta net (arXiv 2412.06464), the linear attention of Qwen3.5, in place of Megatron's.
+"""The layers of Qwen3.5: gated delta net (arXiv 2412.06464) and attention with an output gate.
 
 Megatron's GatedDeltaNet (megatron-core 0.16.1, ssm/gated_delta_net.py) requires
 flash-linear-attention and rejects packed sequences. This module has the same parameters, except
@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -118,6 +119,16 @@ class GatedDeltaNet(MegatronModule):
         for name, linear in linears.items():
             state |= linear.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
         return state
+
+
+class GatedSelfAttention(SelfAttention):
+    """Megatron's attention with an output gate, multiplied by plain torch.
+
+    Megatron compiles the multiplication, which takes seconds and requires a C++ compiler on a CPU.
+    """
+
+    def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
 
 
 def with_delta_net(layer: ModuleSpec) -> ModuleSpec:

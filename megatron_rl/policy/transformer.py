@@ -29,7 +29,7 @@ from megatron_rl.policy.deepstack import DeepStack, add_to_layer, split_embeddin
 from megatron_rl.policy.delta_rule import plan_chunks
 from megatron_rl.policy.experts import expert_config, pad_token_exchange, sparse_mlp_spec
 from megatron_rl.policy.fused import fused_rms_norm, fused_swiglu, fuses_activation, zero_centered_rms_norm
-from megatron_rl.policy.gated_delta_net import delta_net_config, with_delta_net
+from megatron_rl.policy.gated_delta_net import GatedSelfAttention, delta_net_config, with_delta_net
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.lora import adapt_layers
 from megatron_rl.policy.parallel import Layout
@@ -156,6 +156,8 @@ def _layer_specs(spec: ModelSpec, numbers: Sequence[int], config: TransformerCon
     layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts = cast("Any", layer.submodules)
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if config.attention_output_gate:
+        parts.self_attention = replace(parts.self_attention, module=GatedSelfAttention)
     attention = parts.self_attention.submodules
     attention.core_attention = PackedCoreAttention
     if config.qk_layernorm:

@@ -1,6 +1,6 @@
-"""Short runs of Qwen2-VL (two ranks with half of the model and of a padded vocabulary each) and of
-Qwen3-VL, dense and with experts (one rank; two ranks in tests marked long), with real engines and
-real weight updates.
+"""Short runs of Qwen2-VL (two ranks with half of the model and of a padded vocabulary each), of
+Qwen3-VL, dense and with experts, and of Qwen3.5 (two ranks in tests marked long), with real engines
+and real weight updates.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from tests.support.indivisible_vocabulary import add_tokens
 CASES = [
     ("qwen2_vl", 2, "tp"), ("qwen3_vl", 1, "tp"), ("qwen3_vl_moe", 1, "tp"),
     *(pytest.param("qwen3_vl_moe", 2, kind, marks=pytest.mark.long) for kind in ("tp", "ep")),
+    *(pytest.param("qwen3_5", ranks, "tp", marks=pytest.mark.long) for ranks in (1, 2)),
 ]  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""Engines of Qwen2-VL and of Qwen3-VL, dense and with experts, receive weights as the policy sends
-them.
+"""Engines of Qwen2-VL, of Qwen3-VL, dense and with experts, and of Qwen3.5 receive weights as the
+policy sends them.
 
 Their logprobs are compared with Hugging Face's.
 """
@@ -23,12 +23,16 @@ from tests.support.hf_reference import to_released_form
 from tests.support.packed_example import make_picture, make_prompts, user_message
 
 EXPERTS = "model.language_model.layers.2.mlp."
-SPOILED = {"qwen3_vl_moe": [f"{EXPERTS}experts.gate_up_proj", f"{EXPERTS}experts.down_proj", f"{EXPERTS}gate.weight"]}
+DELTA_NET = "model.language_model.layers.1.linear_attn."
+SPOILED = {
+    "qwen3_vl_moe": [f"{EXPERTS}experts.gate_up_proj", f"{EXPERTS}experts.down_proj", f"{EXPERTS}gate.weight"],
+    "qwen3_5": [f"{DELTA_NET}{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "A_log", "dt_bias")],
+}
 """Starts of the names of tensors in which a bit is flipped, if not the merger's."""
 SQUARE = torch.tensor([[1, 4, 4]])
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
 def test_the_engine_serves_what_it_was_sent(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logprobs equal HF's for text, images of two sizes, and a second turn with another image.
 

@@ -7,10 +7,12 @@ others gated delta nets.
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
+from tests.conftest import SUPPORT
 from tests.parity.test_policy import check_layouts
-from tests.support.hf_reference import HfReference
+from tests.support.hf_reference import HfReference, relative_error
 
 pytestmark = pytest.mark.timeout(900)
 ALONE = ["1,1,1,0,none,delta"]
@@ -45,3 +47,20 @@ def test_further_layouts(tmp_path: Path, torchrun) -> None:  # noqa: ANN001
     """Data parallelism, interleaved pipelines, tp 4, small buckets and recomputation agree as well."""
     hf = {"delta": write_model(tmp_path, layers=8)}
     check_layouts({1: ALONE, **LONG}, tmp_path, hf, tmp_path, torchrun)
+
+
+@pytest.mark.long
+def test_a_checkpoint_is_read_with_another_layout(tmp_path: Path, torchrun) -> None:  # noqa: ANN001
+    """Weights and optimizer state written with tp 2 are read bit for bit with two stages and with
+    two replicas, and the next update is that of the unbroken run.
+    """
+    make_checkpoint(tmp_path / "delta", family="qwen3_5", init="random", seed=1)
+    out = tmp_path / "out"
+    out.mkdir()
+    reads = [f"read:tp2:{layout}" for layout in ("tp2", "pp2", "dp2")]
+    torchrun(2, SUPPORT / "checkpoint_world.py", tmp_path / "delta", out, "write:tp2", *reads)
+    unbroken, *resumed = (torch.load(out / f"{name}.pt", weights_only=True) for name in ("tp2", "tp2_at_tp2", "tp2_at_pp2", "tp2_at_dp2"))
+    for again in resumed:
+        assert not again["different"]
+        assert sum(key.endswith(("A_log", "dt_bias", "conv1d.weight")) for key in again["keys"]) == 3 * 3 * 4, "weights and three states"
+        assert max(relative_error(again["change"][name], change) for name, change in unbroken["change"].items()) <= 1e-5

@@ -55,7 +55,7 @@ def test_outputs_and_gradients_are_those_of_one_token_at_a_time(size: int, monke
     """Segments, shared prefixes and chunks do not change outputs or gradients: a state is reset at
     the start of a sequence and handed to every branch of a prefix.
     """
-    monkeypatch.setattr(delta_rule, "MAX_CHUNK", size)
+    monkeypatch.setattr(delta_rule, "CHUNK_SIZES", (size,))
     exact = [x.requires_grad_() for x in make_inputs()]
     rounded = [x.detach().float().requires_grad_() for x in exact]
     expected, found = expected_outputs(exact), gated_delta_rule(*rounded, plan_chunks(OFFSETS, PREFIXES, KERNEL))
@@ -93,8 +93,11 @@ def test_the_convolution_reads_the_prefix_and_no_other_sequence(kernel: int) -> 
 
 
 def test_a_prefix_is_computed_once() -> None:
-    """Each token is in exactly one chunk, and there are no more waves than chunks on a path."""
+    """Each token is in exactly one chunk, and there are no more waves than chunks on a path. Chunks
+    of 64 tokens would need 448 rows for 163 tokens, and those of 32 tokens 320.
+    """
     plan = plan_chunks(OFFSETS, PREFIXES, KERNEL)
     assert sorted(plan.row_NC[plan.row_NC < OFFSETS[-1]].tolist()) == list(range(OFFSETS[-1]))
     assert torch.equal(plan.row_NC.flatten()[plan.slot_T], torch.arange(OFFSETS[-1]))
-    assert plan.wave_sizes == [2, 3, 2] and len(plan.row_NC) == 7
+    assert plan.row_NC.shape == (14, 16) and plan.wave_sizes == [2, 3, 2, 2, 1, 1, 1, 1, 1]
+    assert plan_chunks([0, 163], None, KERNEL).row_NC.shape == (3, 64)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.config import ModelSettings
@@ -24,6 +25,29 @@ MODULES = (
     r"|model\.visual\.(merger|deepstack_merger_list\.\d+)\.linear_fc[12]"
 )
 """All linear layers that may have an adapter, in any model family."""
+
+
+def delta_rule_in_float64(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, g: torch.Tensor, beta: torch.Tensor, **options: object
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return outputs and state of the gated delta rule for float64 inputs, one token at a time.
+
+    HF computes the rule in float32 also in a float64 model. Other inputs are passed on to HF.
+    """
+    if v.dtype != torch.float64:
+        return HF_DELTA_RULE(q, k, v, g=g, beta=beta, **options)
+    q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    state, outputs = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]), []
+    for token in range(v.shape[1]):
+        state = state * g[:, token, :, None, None].exp()
+        change = (v[:, token] - (state * k[:, token, :, :, None]).sum(-2)) * beta[:, token, :, None]
+        state = state + k[:, token, :, :, None] * change[:, :, None]
+        outputs.append((state * q[:, token, :, :, None]).sum(-2) * q.shape[-1] ** -0.5)
+    return torch.stack(outputs, 1), state
+
+
+HF_DELTA_RULE = modeling_qwen3_5.torch_chunk_gated_delta_rule
+modeling_qwen3_5.torch_chunk_gated_delta_rule = delta_rule_in_float64
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:

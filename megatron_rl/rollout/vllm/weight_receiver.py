@@ -49,11 +49,13 @@ def disable_weight_packing() -> None:
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils
 
+    from megatron_rl.rollout.vllm.delta_net_engine import use_torch_delta_nets
     from megatron_rl.rollout.vllm.expert_weights import use_unpacked_experts
 
     _custom_ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *_: False
     use_unpacked_experts()
+    use_torch_delta_nets()
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -107,19 +109,20 @@ class EngineTensorLocation:
         return [checksum(piece.memory) for piece in self.slices]
 
 
-def _cut_location(param: torch.Tensor, *, dim: int, rank: int, tp: int) -> EngineTensorLocation:
+def cut_location(param: torch.Tensor, *, dim: int, rank: int, tp: int) -> EngineTensorLocation:
+    """Return the location of a tensor that is sharded along `dim`; `param` is this rank's shard."""
     size = param.shape[dim]
     shape = list(param.shape)
     shape[dim] = size * tp
     return EngineTensorLocation(shape=torch.Size(shape), slices=[WeightSlice(param, dim, rank * size)])
 
 
-def _stacked_locations(param: torch.Tensor, *, sizes: list[int], rank: int, tp: int) -> list[EngineTensorLocation]:
+def stacked_locations(param: torch.Tensor, *, sizes: list[int], rank: int, tp: int) -> list[EngineTensorLocation]:
     """Return the locations of the tensors that are fused along dimension 0 of `param`.
 
     Each of the fused tensors is sharded across ranks separately.
     """
-    return [_cut_location(part, dim=0, rank=rank, tp=tp) for part in param.split(sizes)]
+    return [cut_location(part, dim=0, rank=rank, tp=tp) for part in param.split(sizes)]
 
 
 def _module_locations(prefix: str, module: nn.Module, kind: str, param: torch.Tensor) -> dict[str, EngineTensorLocation]:
@@ -142,20 +145,20 @@ def _module_locations(prefix: str, module: nn.Module, kind: str, param: torch.Te
     if isinstance(module, QKVParallelLinear):
         assert module.num_kv_head_replicas == 1, f"{name}: replicated key/value heads are not supported"
         sizes = [module.num_heads * module.head_size, module.num_kv_heads * module.head_size, module.num_kv_heads * module.head_size]
-        places = _stacked_locations(param, sizes=sizes, rank=module.tp_rank, tp=module.tp_size)
+        places = stacked_locations(param, sizes=sizes, rank=module.tp_rank, tp=module.tp_size)
         if prefix.endswith(".qkv_proj"):
             stem = prefix.removesuffix("qkv_proj")
             return {f"{stem}{part}.{kind}": place for part, place in zip(("q_proj", "k_proj", "v_proj"), places, strict=True)}
-        return {name: _join_locations(places)}
+        return {name: join_locations(places)}
     if isinstance(module, MergedColumnParallelLinear):
-        places = _stacked_locations(param, sizes=module.output_partition_sizes, rank=module.tp_rank, tp=module.tp_size)
+        places = stacked_locations(param, sizes=module.output_partition_sizes, rank=module.tp_rank, tp=module.tp_size)
         stem = prefix.removesuffix("gate_up_proj")
         assert stem != prefix and len(places) == 2, f"{name}: unknown fused layer"
         return {f"{stem}{part}.{kind}": place for part, place in zip(("gate_proj", "up_proj"), places, strict=True)}
     if isinstance(module, ColumnParallelLinear):
-        return {name: _cut_location(param, dim=0, rank=module.tp_rank, tp=module.tp_size)}
+        return {name: cut_location(param, dim=0, rank=module.tp_rank, tp=module.tp_size)}
     if isinstance(module, RowParallelLinear) and kind == "weight":
-        return {name: _cut_location(param, dim=1, rank=module.tp_rank, tp=module.tp_size)}
+        return {name: cut_location(param, dim=1, rank=module.tp_rank, tp=module.tp_size)}
     if isinstance(module, VocabParallelEmbedding):
         rows = module.shard_indices
         shape = torch.Size((module.org_vocab_size, *param.shape[1:]))
@@ -165,7 +168,7 @@ def _module_locations(prefix: str, module: nn.Module, kind: str, param: torch.Te
     return {name: EngineTensorLocation(shape=param.shape, slices=[WeightSlice(param, 0, 0)])}
 
 
-def _join_locations(places: list[EngineTensorLocation]) -> EngineTensorLocation:
+def join_locations(places: list[EngineTensorLocation]) -> EngineTensorLocation:
     """Return the location of a fused HF tensor, such as the vision tower's qkv.
 
     The fused parts are sharded across ranks separately.
@@ -204,11 +207,16 @@ class EngineWeights:
     """Weights of an engine. An update must contain each HF tensor exactly once."""
 
     def __init__(self, model: nn.Module, *, bucket_bytes: int) -> None:
+        from megatron_rl.rollout.vllm.delta_net_engine import FUSED_PARAMETERS, delta_net_locations, is_delta_net
+
         self._model: Any = model  # of one of vLLM's classes, which have these methods
         self._bucket_bytes = bucket_bytes
         self._locations: dict[str, EngineTensorLocation] = {}
         met: set[nn.Parameter] = set()
         for prefix, module in model.named_modules():
+            if is_delta_net(module):
+                self._locations |= delta_net_locations(prefix, module)
+                met |= {module.get_parameter(name) for name in FUSED_PARAMETERS}
             for kind, param in module.named_parameters(recurse=False):
                 if param not in met:  # a tied head is the embedding's parameter, which comes first and is sent
                     self._locations |= _module_locations(prefix, module, kind, param.data)

@@ -47,8 +47,8 @@ BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq|att
 they are computed when a model is built; transformers also ignores them.
 """
 MTP = "mtp."
-"""Prefix of the tensors for multi-token prediction in checkpoints of Qwen3.5. transformers (5.19,
-models/qwen3_5) also ignores them.
+"""Prefix of the tensors for multi-token prediction in checkpoints of Qwen3.5. transformers 5.19
+also ignores them.
 """
 
 
