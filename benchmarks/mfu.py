@@ -36,6 +36,7 @@ from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.distributed.world import all_gather_object, connect, expand_segments, read_world, trim_malloc
+from megatron_rl.memory_plan.delta_net_memory import delta_net_products
 from megatron_rl.memory_plan.gpu_specs import GPU_SPECS
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import ModelSpec
@@ -98,7 +99,8 @@ def flops(parameters: dict[str, float], batches: list[MicroBatch], model: ModelS
     tokens = sum(batch.num_tokens for batch in batches)
     sampled = sum(int(batch.mask_T.sum()) for batch in batches)
     patches = sum(image.num_patches for batch in batches for image in batch.images)
-    attention = 12 * model.num_layers * model.num_heads * model.head_dim * sum(map(squares, batches)) / 2
+    attention = 12 * model.num_attention_layers * model.num_heads * model.head_dim * sum(map(squares, batches)) / 2
+    attention += 6 * delta_net_products(model) * tokens
     language = parameters["decoder"] * tokens + parameters["output"] * sampled
     return of_language * language + of_vision * parameters["vision"] * patches + attention
 

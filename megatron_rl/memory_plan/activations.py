@@ -19,6 +19,7 @@ import torch
 
 from megatron_rl.batching.minibatches import MAX_KV_RATIO
 from megatron_rl.config import LoraSettings, ParallelSettings
+from megatron_rl.memory_plan.delta_net_memory import delta_net_bytes, gate_bytes, padded_delta_net_bytes, zero_centered_norm_bytes
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.fused import WIDTH_MULTIPLE
@@ -134,8 +135,34 @@ def _decoder_bytes(
     """Return three numbers of bytes per token of a decoder layer.
 
     They are what the layer saves without recomputation, the temporary tensors of its backward pass,
-    and what recomputation adds to them.
+    and what recomputation adds to them. If some layers have gated delta nets, the first number is
+    the mean of the stage for which it is largest, and the others are the larger ones.
     """
+    attention = _attention_layer_bytes(model, parallel, kv_ratio=kv_ratio, itemsize=itemsize, lora=lora)
+    if model.delta_net is None:
+        return attention
+    linear = _linear_layer_bytes(model, parallel, itemsize=itemsize, lora=lora)
+    size = model.num_layers // parallel.pp
+    saved = [(linear if model.is_linear(layer) else attention)[0] for layer in range(model.num_layers)]
+    mean = max(sum(saved[first : first + size]) / size for first in range(0, model.num_layers, size))
+    return mean, max(linear[1], attention[1]), max(linear[2], attention[2])
+
+
+def _linear_layer_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int, lora: LoraSettings) -> tuple[float, float, float]:
+    """Return the numbers of `_decoder_bytes` for a layer with a gated delta net."""
+    hidden = model.hidden_size * itemsize / (parallel.tp if parallel.sequence_parallel else 1)
+    gathered = 2 * model.hidden_size * itemsize if parallel.sequence_parallel else 0
+    delta, full = (each(model, parallel, itemsize=itemsize) for each in (padded_delta_net_bytes, delta_net_bytes))
+    layer = decoder_layer_bytes(model, parallel, itemsize=itemsize, lora=lora, is_linear=True) + delta.inside - full.inside
+    working = max(_mlp_bytes(model, parallel, itemsize=itemsize)[1], delta.working) + 2 * hidden + gathered
+    is_selective = parallel.recompute == "selective"
+    return layer - delta.inside * is_selective, working, delta.inside if is_selective else layer
+
+
+def _attention_layer_bytes(
+    model: ModelSpec, parallel: ParallelSettings, *, kv_ratio: float, itemsize: int, lora: LoraSettings
+) -> tuple[float, float, float]:
+    """Return the numbers of `_decoder_bytes` for a layer with attention."""
     hidden = model.hidden_size * itemsize / (parallel.tp if parallel.sequence_parallel else 1)
     query, key = (heads * model.head_dim * itemsize / parallel.tp for heads in (model.num_heads, model.num_kv_heads))
     # Keys and values gathered for segments with a common prefix are saved instead of their sources.
@@ -227,8 +254,12 @@ def flash_workspace_bytes(num_heads: float, head_dim: int) -> float:
     return 2 * num_heads * (rounded + 1) * torch.float32.itemsize
 
 
-def decoder_layer_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int, lora: LoraSettings) -> float:
+def decoder_layer_bytes(
+    model: ModelSpec, parallel: ParallelSettings, *, itemsize: int, lora: LoraSettings, is_linear: bool = False
+) -> float:
     """Return the bytes per token that autograd saves in one decoder layer.
+
+    If `is_linear` is True, the layer has a gated delta net instead of attention.
 
     Each norm saves its input, its output and an fp32 statistic. Attention saves the fused
     projection (A + 2 K values), the rotated queries (A values), the rotated keys (K values), the
@@ -241,7 +272,13 @@ def decoder_layer_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsiz
     query, key = model.num_heads * dim / tp, model.num_kv_heads * dim / tp
     norms = 2 * (2 * model.hidden_size * itemsize + 4) / (tp if parallel.sequence_parallel else 1)
     attention = (3 * query + 3 * key) * itemsize + 4 * model.num_heads / tp
-    if model.family.has_qk_norm:
+    if model.delta_net is not None:
+        norms += zero_centered_norm_bytes(model, parallel, itemsize=itemsize, is_linear=is_linear)
+        attention += gate_bytes(model, parallel, itemsize=itemsize)
+    if is_linear:
+        delta = delta_net_bytes(model, parallel, itemsize=itemsize)
+        attention = delta.inside + delta.around
+    elif model.family.has_qk_norm:
         norms += 2 * (query + key) * itemsize + 4 * (model.num_heads + model.num_kv_heads) / tp
     adapters = lora.rank * 7 * itemsize
     return norms + attention + _mlp_bytes(model, parallel, itemsize=itemsize)[0] + adapters

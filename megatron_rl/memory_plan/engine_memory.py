@@ -8,6 +8,8 @@ the vision tower, the layers and the sampler.
 import math
 from dataclasses import dataclass
 
+import torch
+
 from megatron_rl.config import Settings, require
 from megatron_rl.dtypes import torch_dtype
 from megatron_rl.memory_plan.gpu_specs import GB, GPU_SPECS, format_gb
@@ -45,11 +47,13 @@ class EnginePlan:
     """Bytes of the largest step, which vLLM measures at startup, plus bytes of the CUDA graphs."""
     kv_bytes_per_token: int
     """Number of KV-cache bytes per token."""
+    state_bytes: int
+    """Bytes of the states of gated delta nets, for engine.max_num_seqs sequences."""
 
     @property
     def cache_bytes(self) -> int:
         """Number of bytes left for the KV cache."""
-        return self.budget_bytes - self.weight_bytes - self.step_bytes
+        return self.budget_bytes - self.weight_bytes - self.step_bytes - self.state_bytes
 
     @property
     def cache_tokens(self) -> int:
@@ -71,7 +75,7 @@ def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> Eng
     """
     given = settings.engine
     width = torch_dtype(given.dtype).itemsize
-    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width // given.tp
+    token = 2 * model.num_attention_layers * model.num_kv_heads * model.head_dim * width // given.tp
     # deepstack_input_embeds of vLLM's model (0.32.0) is not sharded.
     added = model.vision.num_deepstack_layers * max_batched_tokens(settings) * model.hidden_size * width
     engine = EnginePlan(
@@ -79,6 +83,7 @@ def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> Eng
         weight_bytes=sum(math.prod(shape) for shape in model.shapes().values()) * width // given.tp + added,
         step_bytes=_largest_step_bytes(model, settings, itemsize=width) + CUDA_GRAPH_BYTES,
         kv_bytes_per_token=token,
+        state_bytes=given.max_num_seqs * sequence_state_bytes(model, tp=given.tp, itemsize=width),
     )
     device_name = "this GPU" if memory else f"a {settings.plan.gpu}"
     require(
@@ -88,6 +93,21 @@ def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> Eng
         "raise this setting or engine.tp, or lower engine.max_model_len",
     )  # fmt: skip
     return engine
+
+
+def sequence_state_bytes(model: ModelSpec, *, tp: int, itemsize: int) -> int:
+    """Return the bytes of a sequence's states in all gated delta nets.
+
+    A layer has a matrix for each value head, in fp32 (mamba_ssm_dtype of released models), and the
+    last inputs of the convolution. The padding of vLLM's pages and states that prefix caching keeps
+    for other sequences are not included.
+    """
+    delta = model.delta_net
+    if delta is None:
+        return 0
+    state = delta.num_value_heads * delta.key_head_dim * delta.value_head_dim * torch.float32.itemsize
+    inputs = (delta.kernel_size - 1) * sum(delta.convolved_sizes) * itemsize
+    return sum(delta.linear_layers) * (state + inputs) // tp
 
 
 def max_batched_tokens(settings: Settings) -> int:
@@ -148,11 +168,14 @@ def peak_values_per_token(model: ModelSpec, *, tp: int) -> float:
     The values are four vectors of the hidden size (hidden state, residual, normalized input and
     output), the MLP's fused projection, and the MLP's product. Experts have a row for each expert
     of a token: the fused projection or the output, which share memory, and the product (vllm
-    0.32.0, fused_moe/fused_moe.py).
+    0.32.0, fused_moe/fused_moe.py). A gated delta net has its projections, the convolved inputs,
+    and the heads' output.
     """
     experts = model.experts
     rows = experts.top_k * (max(2 * experts.ffn_size / tp, model.hidden_size) + experts.ffn_size / tp) if experts else 0
-    return 4 * model.hidden_size + max(3 * model.ffn_size / tp, rows)
+    delta = model.delta_net
+    mixed = (2 * sum(delta.convolved_sizes) + 2 * delta.convolved_sizes[2]) / tp if delta else 0
+    return 4 * model.hidden_size + max(3 * model.ffn_size / tp, rows, mixed)
 
 
 def peak_values_per_patch(model: ModelSpec, *, tp: int) -> float:

@@ -18,6 +18,8 @@ from megatron_rl.algo.algorithms import needs_old_logprob_forward, needs_referen
 from megatron_rl.config import Settings
 from megatron_rl.dtypes import torch_dtype
 from megatron_rl.memory_plan.activations import trains_vision
+from megatron_rl.memory_plan.delta_net_memory import delta_net_products
+from megatron_rl.memory_plan.engine_memory import sequence_state_bytes
 from megatron_rl.memory_plan.gpu_memory import MemoryPlan
 from megatron_rl.memory_plan.gpu_specs import GPU_SPECS, GPUS_PER_NODE, GpuSpec
 from megatron_rl.memory_plan.rank_shares import num_expert_params
@@ -214,14 +216,16 @@ def decode_step_seconds(inputs: StepTimeInputs, *, num_running: float) -> float:
     """Return the seconds of a decode step, which generates one token per running sequence.
 
     The result is a fixed overhead plus the longer of two times: the time for reading the weights
-    and all keys and values once, and the time for arithmetic. Tensor parallelism adds two
+    and all keys and values once, and for reading and writing the states of gated delta nets, and
+    the time for arithmetic. Tensor parallelism adds two
     all-reduces per layer over the engine's ranks.
     """
     model, speeds, tp = inputs.model, inputs.speeds, inputs.settings.engine.tp
     language = inputs.param_counts.language
-    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * inputs.engine_itemsize
+    token = 2 * model.num_attention_layers * model.num_kv_heads * model.head_dim * inputs.engine_itemsize
+    state = 2 * sequence_state_bytes(model, tp=1, itemsize=inputs.engine_itemsize)
     length = inputs.episode.total_tokens - inputs.episode.sampled_tokens / 2
-    read_bytes = num_read_params(inputs, num_running) * inputs.engine_itemsize + num_running * length * token
+    read_bytes = num_read_params(inputs, num_running) * inputs.engine_itemsize + num_running * (length * token + state)
     reading = read_bytes / tp / (inputs.gpu.hbm_bytes_per_s * speeds.memory_share)
     arithmetic = 2 * language * num_running / tp / (inputs.gpu.flops_per_s * speeds.prefill_share)
     row = num_running * model.hidden_size * inputs.engine_itemsize
@@ -303,7 +307,7 @@ def update_flops(inputs: StepTimeInputs, tokens: float) -> float:
     """Return the FLOPs of all epochs on the slowest pipeline stage.
 
     A forward pass takes 2 FLOPs per parameter and token, plus 2 * layers * heads * head size *
-    length FLOPs per token for attention. An update consists of up to four parts, each of which
+    length FLOPs per token for attention and those of delta_net_products. An update consists of up to four parts, each of which
     costs as much as a forward pass: the forward pass, the gradient of the inputs, the gradient of
     the weights (not with LoRA), and the recomputation (of the layers for which it is enabled). The
     vision tower is on the first stage.
@@ -313,7 +317,7 @@ def update_flops(inputs: StepTimeInputs, tokens: float) -> float:
     before, epochs = num_forward_passes_before_update(inputs), settings.batch.epochs
     again, again_seen = 2 * recomputed_fraction(inputs), 2 * (settings.parallel.recompute in ("vision", "full"))
     each = epochs * ((4 if settings.lora.rank else 6) + again) + 2 * before
-    attention = 2 * model.num_layers * model.num_heads * model.head_dim * episode.total_tokens / 2
+    attention = 2 * model.num_attention_layers * model.num_heads * model.head_dim * episode.total_tokens / 2 + delta_net_products(model)
     pictures = settings.batch.prompts_per_step + inputs.num_episodes * (episode.num_images - 1)
     patches = pictures * episode.tokens_per_image * model.vision.patches_per_token
     of_a_patch = epochs * (6 + again_seen if trains_vision(settings.lora, settings.model.frozen) else 2) + 2 * before

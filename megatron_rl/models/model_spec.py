@@ -235,6 +235,11 @@ class ModelSpec:
         return self.delta_net is not None and self.delta_net.linear_layers[layer]
 
     @property
+    def num_attention_layers(self) -> int:
+        """Number of decoder layers with attention, all but those with a gated delta net."""
+        return sum(not self.is_linear(layer) for layer in range(self.num_layers))
+
+    @property
     def heads(self) -> AttentionHeads:
         """Numbers of query and key/value heads of the language model, and the head size."""
         return AttentionHeads(self.num_heads, self.num_kv_heads, self.head_dim)

@@ -25,6 +25,7 @@ from megatron_rl.memory_plan.activations import (
     vision_block_bytes,
     vision_merger_bytes,
 )
+from megatron_rl.memory_plan.delta_net_memory import delta_net_bytes
 from megatron_rl.models.hf_config import parse_spec
 from megatron_rl.models.known_models import make_released_config
 from megatron_rl.models.model_spec import ModelSpec
@@ -82,6 +83,13 @@ def other(family: str, num_layers: int) -> ModelSpec:
         text["head_dim"], rope = 64, {**rope, "mrope_section": [12, 10, 10], "mrope_interleaved": True}
         vision = {"depth": 3, "hidden_size": VISION, "out_hidden_size": HIDDEN, "num_heads": 4, "intermediate_size": 600, "patch_size": 14}
         vision["deepstack_visual_indexes"] = [0, 1]
+    if family == "qwen3_5":
+        rope |= {"mrope_section": [3, 3, 2], "partial_rotary_factor": 0.25}
+        text |= {
+            "layer_types": ["linear_attention"] * (num_layers - 1) + ["full_attention"], "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        }  # fmt: skip
+        del vision["deepstack_visual_indexes"]
     if family == "qwen3_vl_moe":
         text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 320, "norm_topk_prob": True}
     stored = {"model_type": family, "text_config": {**text, "rope_parameters": rope}, "vision_config": vision}
@@ -89,7 +97,7 @@ def other(family: str, num_layers: int) -> ModelSpec:
 
 
 MADE = {"qwen2_5_vl": small, "qwen2_vl": partial(other, "qwen2_vl"), "qwen3_vl": partial(other, "qwen3_vl"),
-        "qwen3_vl_moe": partial(other, "qwen3_vl_moe")}  # fmt: skip
+        "qwen3_vl_moe": partial(other, "qwen3_vl_moe"), "qwen3_5": partial(other, "qwen3_5")}  # fmt: skip
 
 
 def build(
@@ -140,7 +148,8 @@ def test_a_decoder_layer_keeps_what_the_formula_says(world: None, dtype: torch.d
 
     Heads of size 96 are together 1.5 times as wide as the hidden size.
     """
-    model, num_tokens, width = replace(MADE[family](2), head_dim=head_dim, rope_sections=(8, 12, head_dim // 2 - 20)), 256, dtype.itemsize
+    sizes = {"head_dim": head_dim, "rotary_dim": head_dim, "rope_sections": (8, 12, head_dim // 2 - 20)}
+    model, num_tokens, width = replace(MADE[family](2), **sizes), 256, dtype.itemsize
     chunk = build(model, dtype).module
     rotary = chunk.language.rotary_pos_emb(torch.arange(num_tokens).expand(3, 1, -1), chunk.config.mrope_section)
     packed = chunk._packed(batch_of(num_tokens, num_patches=64), rotary[:, 0, 0], None)
@@ -151,6 +160,28 @@ def test_a_decoder_layer_keeps_what_the_formula_says(world: None, dtype: torch.d
     formula = decoder_layer_bytes(model, ParallelSettings(), itemsize=width, lora=LoraSettings())
     shared = 2 * head_dim * 4  # cosines and sines, saved once for all layers
     assert abs(kept / num_tokens - shared - (formula - 2 * head_dim * width)) <= 40
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_delta_nets_and_gated_attention_keep_less_than_the_formula(world: None, dtype: torch.dtype, number: int) -> None:
+    """A gated delta net and attention with a gate save the planned bytes per token, or up to 10%
+    less. With selective recomputation, the delta net saves its inputs and outputs only.
+    """
+    model, num_tokens, parallel = MADE["qwen3_5"](2), 256, ParallelSettings()
+    packed_bytes = {}
+    for recompute in ("none", "selective") if number == 0 else ("none",):
+        chunk = build(model, dtype, recompute=recompute).module
+        rotary = chunk.language.rotary_pos_emb(torch.arange(num_tokens).expand(3, 1, -1), chunk.config.mrope_section)
+        packed = chunk._packed(batch_of(num_tokens, num_patches=64), rotary[:, 0, 0], None)
+        hidden = torch.randn(num_tokens, 1, HIDDEN, dtype=dtype, requires_grad=True)
+        run = partial(chunk.language.decoder.layers[number], hidden_states=hidden, attention_mask=None, packed_seq_params=packed)
+        packed_bytes[recompute] = kept_by_autograd(chunk, run) / num_tokens
+    formula = decoder_layer_bytes(model, parallel, itemsize=dtype.itemsize, lora=LoraSettings(), is_linear=number == 0)
+    assert 0.9 * formula <= packed_bytes["none"] <= formula
+    if number == 0:
+        without = formula - delta_net_bytes(model, parallel, itemsize=dtype.itemsize).inside
+        assert 0.75 * without <= packed_bytes["selective"] <= without
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
@@ -196,10 +227,11 @@ FILLED = [  # dtype, patches, rank of adapters, frozen parts
 ]  # fmt: skip
 OF_OTHERS = {("none", 2), ("full", 2), ("full", 3), ("none", 4)}
 """Cases that other families run by default: the vision tower with and without recomputation,
-DeepStack without gradients, and layers with adapters. The remaining cases are marked long."""
+DeepStack without gradients, and layers with adapters. The remaining cases are marked long. Qwen3.5
+has no adapters on attention, which is a default target."""
 PASSES = [
     pytest.param(family, recompute, *case, marks=[] if family == "qwen2_5_vl" or (recompute, number) in OF_OTHERS else pytest.mark.long)
-    for family in MADE for recompute in RECOMPUTED for number, case in enumerate(FILLED)
+    for family in MADE for recompute in RECOMPUTED for number, case in enumerate(FILLED) if family != "qwen3_5" or not case[2]
 ]  # fmt: skip
 
 

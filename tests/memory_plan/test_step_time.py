@@ -20,6 +20,8 @@ from megatron_rl.config import (
     TaskSettings,
 )
 from megatron_rl.memory_plan import step_time_constants
+from megatron_rl.memory_plan.delta_net_memory import delta_net_products
+from megatron_rl.memory_plan.engine_memory import sequence_state_bytes
 from megatron_rl.memory_plan.gpu_specs import GPU_SPECS, GpuSpec
 from megatron_rl.memory_plan.step_time import (
     StepSeconds,
@@ -306,6 +308,17 @@ def test_a_micro_batch_of_7b_on_four_l40s() -> None:
     language = case.param_counts.language
     assert tensor_parallel_bytes(case, 28_672) / case.link_bytes_per_s == pytest.approx(3.8, rel=0.02)
     assert 28_672 * 8 * language / (4 * 362e12 * 0.40) == pytest.approx(2.9, rel=0.05)
+
+
+def test_states_and_products_of_delta_nets_are_counted() -> None:
+    """Qwen3.5-27B: 48 of 64 layers have a state of 48 heads of 128 x 128 fp32 values and three
+    convolution inputs of 10,240 bfloat16 values; 16 layers have keys and values of 4 heads of 256.
+    """
+    model = load_known_spec("Qwen/Qwen3.5-27B")
+    assert sequence_state_bytes(model, tp=1, itemsize=2) == 48 * (48 * 128 * 128 * 4 + 3 * 10_240 * 2) == 153_944_064
+    assert model.num_attention_layers == 16
+    by_token = 48 * (64 * (128 + 128) / 2 + 64 * 128 + 3 * 128 * 128) + 16 * 2 * 64 * 128
+    assert delta_net_products(model) == 48 * by_token
 
 
 def test_experts_are_counted_as_they_are_used() -> None:

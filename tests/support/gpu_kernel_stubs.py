@@ -13,7 +13,7 @@ from megatron.core.fusions import fused_bias_swiglu
 from torch._decomp.decompositions import _fused_rms_norm, _fused_rms_norm_backward
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_rl.policy import attention, experts, fused, logprobs, transformer, vision
+from megatron_rl.policy import attention, experts, fused, gated_delta_net, logprobs, transformer, vision
 from megatron_rl.policy.attention import VarlenInputs
 from tests.policy.test_attention import bottom_right
 
@@ -100,8 +100,9 @@ def patch_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Build and run the policy with the kernels it uses on a GPU."""
-    for module in (transformer, vision):
+    for module in (transformer, vision, gated_delta_net):
         monkeypatch.setattr(module, "fused_rms_norm", FusedNorm.apply)
+    monkeypatch.setattr(transformer, "zero_centered_rms_norm", lambda x, w, eps: FusedNorm.apply(x.float(), 1 + w.float(), eps).to(x.dtype))
     for module in (attention, vision):
         monkeypatch.setattr(module, "rotate", Rotation.apply)
     monkeypatch.setattr(experts, "swiglu", fused.fused_swiglu)
