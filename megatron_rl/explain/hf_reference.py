@@ -76,7 +76,7 @@ class HfReferenceModel:
         """Return the outputs of each layer."""
         language = self.model.model.language_model
         probes = ProbePoints(
-            tower=self.model.model.visual, rotary=self.rotary, layers=language.layers, attention_name="self_attn", norm=language.norm,
+            tower=self.model.model.visual, rotary=self.rotary, layers=language.layers, norm=language.norm,
             hidden_rows=lambda value: first_tensor(value)[0], angle_rows=lambda value: value[0][0],
         )  # fmt: skip
         with record_outputs(probes) as passed:

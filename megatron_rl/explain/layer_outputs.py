@@ -20,6 +20,8 @@ from megatron_rl.explain.findings import LAYER_TOLERANCE, relative_row_diffs
 LayerOutputs = dict[str, torch.Tensor]
 """Maps a name to a tensor [rows, ...]. Each row is a patch, a vision token or a sequence token."""
 ToRows = Callable[[Any], torch.Tensor]
+ATTENTION_NAMES = ("self_attention", "self_attn", "linear_attn")
+"""Names of the module of a decoder layer that mixes tokens, in Megatron and in transformers."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -29,8 +31,7 @@ class ProbePoints:
     tower: nn.Module | None
     rotary: nn.Module | None
     layers: nn.ModuleList
-    """Decoder layers, each with a module `mlp` and an attention module named `attention_name`."""
-    attention_name: str
+    """Decoder layers, each with a module `mlp` and one with a name in ATTENTION_NAMES."""
     norm: nn.Module | None
     first_layer: int = 0
     """Global index of the first layer in `layers`."""
@@ -75,7 +76,8 @@ def record_outputs(probes: ProbePoints) -> Iterator[LayerOutputs]:
             output_of(probes.rotary, "rotary angles", probes.angle_rows)
         for number, layer in enumerate(probes.layers, probes.first_layer):
             input_of(layer, _input_name(number), probes.hidden_rows)
-            output_of(layer.get_submodule(probes.attention_name), f"layer {number} attention", probes.hidden_rows)
+            attention = next(child for name, child in layer.named_children() if name in ATTENTION_NAMES)
+            output_of(attention, f"layer {number} attention", probes.hidden_rows)
             output_of(layer.get_submodule("mlp"), f"layer {number} mlp", probes.hidden_rows)
         if probes.norm is not None:
             input_of(probes.norm, _input_name(probes.first_layer + len(probes.layers)), probes.hidden_rows)

@@ -5,7 +5,7 @@ only once, and a large model takes little more memory than `cache_bytes`. The ca
 the results.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 
@@ -34,7 +34,9 @@ class StreamedModel:
         names = {parameter: canonical_name(name) for name, parameter in self.model.named_parameters()}
         self.names: Sequence[str] = tuple(names.values())
         for module in self.model.modules():
-            own = {key: (names[blank], blank) for key, blank in module.named_parameters(recurse=False)}
+            # A gated delta net reads the weight of its convolution without calling the convolution.
+            owners = [module, *(child for child in module.children() if isinstance(child, nn.Conv1d))]
+            own = [(owner, key, names[blank], blank) for owner in owners for key, blank in owner.named_parameters(recurse=False)]
             if own:
                 self._stream_module(module, own)
 
@@ -59,20 +61,20 @@ class StreamedModel:
         finally:
             self._overrides = {}
 
-    def _stream_module(self, module: nn.Module, own: Mapping[str, tuple[str, nn.Parameter]]) -> None:
-        """Register hooks that load and free a module's own parameters.
+    def _stream_module(self, module: nn.Module, own: Sequence[tuple[nn.Module, str, str, nn.Parameter]]) -> None:
+        """Register hooks of a module that load and free parameters.
 
-        `own` maps a parameter's name in the module to the canonical name of the tensor and to a
-        placeholder parameter without data.
+        `own` contains, for each parameter, its module, its name in this module, the canonical name
+        of the tensor and a placeholder parameter without data.
         """
 
-        def come(module: nn.Module, _: tuple) -> None:
-            for key, (name, _blank) in own.items():
-                setattr(module, key, nn.Parameter(to_transformers_form(name, self.get_tensor(name)), requires_grad=False))
+        def come(_module: nn.Module, _: tuple) -> None:
+            for owner, key, name, _blank in own:
+                setattr(owner, key, nn.Parameter(to_transformers_form(name, self.get_tensor(name)), requires_grad=False))
 
-        def go(module: nn.Module, _: tuple, __: object) -> None:
-            for key, (_name, blank) in own.items():
-                setattr(module, key, blank)
+        def go(_module: nn.Module, _: tuple, __: object) -> None:
+            for owner, key, _name, blank in own:
+                setattr(owner, key, blank)
 
         module.register_forward_pre_hook(come)
         module.register_forward_hook(go, always_call=True)

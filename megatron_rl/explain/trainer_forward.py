@@ -141,7 +141,7 @@ class TrainerForward:
         return ProbePoints(
             tower=chunk.vision if self.layout.tp == 1 else None,
             rotary=chunk.language.rotary_pos_emb,
-            layers=chunk.language.decoder.layers, attention_name="self_attention",
+            layers=chunk.language.decoder.layers,
             first_layer=per_chunk * (chunk_index * self.layout.pp + self.layout.pp_rank),
             norm=cast(nn.Module, chunk.language.decoder.final_layernorm) if chunk.post_process else None,
             hidden_rows=partial(gather_sequence, layout=self.layout), angle_rows=lambda value: first_tensor(value)[:, 0, 0].cos(),

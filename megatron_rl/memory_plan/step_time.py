@@ -307,10 +307,10 @@ def update_flops(inputs: StepTimeInputs, tokens: float) -> float:
     """Return the FLOPs of all epochs on the slowest pipeline stage.
 
     A forward pass takes 2 FLOPs per parameter and token, plus 2 * layers * heads * head size *
-    length FLOPs per token for attention and those of delta_net_products. An update consists of up to four parts, each of which
-    costs as much as a forward pass: the forward pass, the gradient of the inputs, the gradient of
-    the weights (not with LoRA), and the recomputation (of the layers for which it is enabled). The
-    vision tower is on the first stage.
+    length FLOPs per token for attention, and those of `delta_net_products`. An update consists of
+    up to four parts, each of which costs as much as a forward pass: the forward pass, the gradient
+    of the inputs, the gradient of the weights (not with LoRA), and the recomputation (of the layers
+    for which it is enabled). The vision tower is on the first stage.
     """
     settings, model, episode = inputs.settings, inputs.model, inputs.episode
     language, vision = inputs.param_counts.language, inputs.param_counts.vision

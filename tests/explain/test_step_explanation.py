@@ -54,7 +54,9 @@ def test_nothing_is_found_where_nothing_is_wrong(as_lines: bool, random_model: P
     assert line_of(said, "trainer, packed").split()[6] == "36" and len(said.splitlines()) < 50
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "family", ["qwen2_vl", "qwen3_vl", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_vl_moe", "qwen3_5"))]
+)
 def test_another_family(family: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A correct run of another family has no findings, and a changed tensor of the last layer is
     located in the last layer."""

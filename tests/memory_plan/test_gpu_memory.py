@@ -204,6 +204,17 @@ def test_pictures_by_hand(merge: int) -> None:
     assert planned.host.image_bytes == plan_image_bytes(model, settings, world_size=1) > 0
 
 
+def test_an_engine_has_states_and_keys_of_attention_layers() -> None:
+    """The engine of Qwen3.5-27B has keys and values of 16 layers, 4 heads of 256, for each token, and
+    153,944,064 bytes of states for each of 64 sequences.
+    """
+    engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.8, max_num_seqs=64)
+    settings = Settings(engine=engine, run=RunSettings(dir="there"), plan=PlanSettings(gpu="h200"))
+    planned = plan_engine(load_known_spec("Qwen/Qwen3.5-27B"), settings)
+    assert planned.kv_bytes_per_token == 2 * 16 * 4 * 256 * 2
+    assert planned.cache_bytes == planned.budget_bytes - planned.weight_bytes - planned.step_bytes - 64 * 153_944_064
+
+
 @pytest.mark.parametrize(("share", "length"), [(0.3, 4096), (0.45, 128000)])
 def test_an_engine_without_room_is_refused(share: float, length: int) -> None:
     """An engine is rejected if its share of the GPU is too small.

@@ -108,4 +108,25 @@ MUTANTS = (
         "experts / parallel.ep * (replicas - 1) / replicas",
         "tests/memory_plan/test_step_time.py -k divided",
     ),
+    Mutant(
+        "the convolution of a delta net saves its input once",
+        "megatron_rl/memory_plan/delta_net_memory.py",
+        "((delta.kernel_size + 2) * convolved",
+        "(2 * convolved",
+        "tests/memory_plan/test_activations.py -k delta_nets_and",
+    ),
+    Mutant(
+        "linear layers have keys in the engine's cache",
+        "megatron_rl/memory_plan/engine_memory.py",
+        "token = 2 * model.num_attention_layers",
+        "token = 2 * model.num_layers",
+        "tests/memory_plan/test_engine_memory.py tests/memory_plan/test_gpu_memory.py -k states",
+    ),
+    Mutant(
+        "a state of a delta net has one value head",
+        "megatron_rl/memory_plan/engine_memory.py",
+        "state = delta.num_value_heads * delta.key_head_dim",
+        "state = delta.key_head_dim",
+        "tests/memory_plan/test_step_time.py -k states",
+    ),
 )

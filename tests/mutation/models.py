@@ -20,8 +20,8 @@ MUTANTS = (
     Mutant(
         "a sliding window in layer_types is accepted",
         "megatron_rl/models/config_fields.py",
-        'any(layer != "full_attention" for layer in layers)',
-        'all(layer != "full_attention" for layer in layers)',
+        "any(layer not in known for layer in layers)",
+        "all(layer not in known for layer in layers)",
         "tests/models/test_config_fields.py -k path_and_value",
     ),
     Mutant(
@@ -55,8 +55,8 @@ MUTANTS = (
     Mutant(
         "sections of the rotary embedding may be more than half of a head",
         "megatron_rl/models/hf_config.py",
-        "    if 2 * sum(sections) != head_dim:",
-        "    if 2 * sum(sections) < head_dim:",
+        "    if 2 * sum(sections) != rotary_dim or",
+        "    if 2 * sum(sections) < rotary_dim or",
         "tests/models/test_hf_config.py -k no_model_has",
     ),
     Mutant(
@@ -121,5 +121,40 @@ MUTANTS = (
         "split=fold_gate_up, shard_dim=3",
         "split=fold_gate_up, shard_dim=1",
         "tests/models/test_qwen3_vl_moe.py -k columns",
+    ),
+    Mutant(
+        "the gate of a head is taken for the query of the next",
+        "megatron_rl/models/name_mapping.py",
+        "-1, 2, heads.head_dim, *q.shape[1:]).transpose(1, 2)",
+        "-1, 2, heads.head_dim, *q.shape[1:])",
+        "tests/models/test_qwen3_5.py -k heads_and_gates",
+    ),
+    Mutant(
+        "rows of a delta net are not sorted by key head",
+        "megatron_rl/models/delta_net_layout.py",
+        "return torch.cat([part.reshape(spec.num_key_heads, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)",
+        "return torch.cat(parts)",
+        "tests/models/test_qwen3_5.py -k heads_and_gates",
+    ),
+    Mutant(
+        "value heads need not be a multiple of key heads",
+        "megatron_rl/models/qwen3_5.py",
+        "    if value_heads % key_heads:",
+        "    if value_heads < key_heads:",
+        "tests/models/test_qwen3_5.py -k not_computed",
+    ),
+    Mutant(
+        "a rotated part that contradicts text_config is accepted",
+        "megatron_rl/models/config_fields.py",
+        '"mrope_interleaved", "partial_rotary_factor"):\n        same',
+        '"mrope_interleaved"):\n        same',
+        "tests/models/test_qwen3_5.py -k not_computed",
+    ),
+    Mutant(
+        "all layers of Qwen3.5 may be linear",
+        "megatron_rl/models/qwen3_5.py",
+        "or set(layers) != set(LAYER_TYPES)",
+        "or not set(layers) <= set(LAYER_TYPES)",
+        "tests/models/test_qwen3_5.py -k not_computed",
     ),
 )

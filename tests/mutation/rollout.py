@@ -495,4 +495,32 @@ MUTANTS = (
         "",
         "tests/rollout/test_server_engine.py -k stop_string",
     ),
+    Mutant(
+        "a new sequence in the engine starts with the state of an old one",
+        "megatron_rl/rollout/vllm/delta_net_engine.py",
+        "    state_BNED = state_BNED.masked_fill(is_new_B[:, None, None, None], 0)\n",
+        "",
+        "tests/parity/test_engine_families.py -k qwen3_5",
+    ),
+    Mutant(
+        "the engine forgets the state between two steps",
+        "megatron_rl/rollout/vllm/delta_net_engine.py",
+        "    state_BNED[order_B] = state\n",
+        "",
+        "tests/rollout/vllm/test_delta_net_engine.py",
+    ),
+    Mutant(
+        "the engine's convolution keeps the first inputs",
+        "megatron_rl/rollout/vllm/delta_net_engine.py",
+        "torch.arange(-taps, 0)]",
+        "torch.arange(-taps, 0) - 1]",
+        "tests/rollout/vllm/test_delta_net_engine.py",
+    ),
+    Mutant(
+        "in_proj_b and in_proj_a are mistaken for each other in the engine",
+        "megatron_rl/rollout/vllm/delta_net_engine.py",
+        "    b, a = cut(module.in_proj_ba",
+        "    a, b = cut(module.in_proj_ba",
+        "tests/parity/test_engine_families.py -k qwen3_5",
+    ),
 )

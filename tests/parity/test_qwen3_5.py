@@ -1,7 +1,7 @@
 """Qwen3.5 against Hugging Face and at several layouts, with the tests of test_policy.py.
 
-The example packs of these tests are trees of shared prefixes. Layers 2 and 5 have attention, the
-others gated delta nets.
+The example packs of these tests are trees of shared prefixes. Layer 2 has attention, the other
+three layers have gated delta nets.
 """
 
 from pathlib import Path
@@ -23,13 +23,13 @@ LONG = {
 }
 
 
-def write_model(folder: Path, *, layers: int) -> HfReference:
+def write_model(folder: Path) -> HfReference:
     """Write a model that tensor parallelism can cut into four.
 
     With seeds 1 and 2, one of the 24 gradients of a norm is so close to zero that Adam multiplies its
     rounding error by more than the tolerance of the first step.
     """
-    make_checkpoint(folder / "delta", family="qwen3_5", init="random", seed=3, heads=8, kv_heads=4, layers=layers)
+    make_checkpoint(folder / "delta", family="qwen3_5", init="random", seed=3, heads=8, kv_heads=4)
     return HfReference(folder / "delta")
 
 
@@ -37,7 +37,7 @@ def test_two_layouts_are_those_of_hf(tmp_path: Path, torchrun) -> None:  # noqa:
     """Logits, logprobs, every gradient and three steps agree with HF, with one process, and with
     the dry plan, for tensor and sequence parallelism and for a pipeline.
     """
-    hf = {"delta": write_model(tmp_path, layers=4)}
+    hf = {"delta": write_model(tmp_path)}
     check_layouts({1: ALONE, 2: TWO_PROCESSES}, tmp_path, hf, tmp_path, torchrun)
 
 
@@ -45,7 +45,7 @@ def test_two_layouts_are_those_of_hf(tmp_path: Path, torchrun) -> None:  # noqa:
 @pytest.mark.timeout(3600)
 def test_further_layouts(tmp_path: Path, torchrun) -> None:  # noqa: ANN001
     """Data parallelism, interleaved pipelines, tp 4, small buckets and recomputation agree as well."""
-    hf = {"delta": write_model(tmp_path, layers=8)}
+    hf = {"delta": write_model(tmp_path)}
     check_layouts({1: ALONE, **LONG}, tmp_path, hf, tmp_path, torchrun)
 
 
