@@ -63,6 +63,7 @@ class GatedDeltaNet(MegatronModule):
         convolved, values = 2 * self.key_dim + self.ratio * self.value_dim, sizes.linear_num_value_heads * self.value_dim
         self.sections = [self.key_dim, self.key_dim, self.ratio * self.value_dim]
         rows = convolved + self.ratio * (self.value_dim + 2)
+        assert config.init_method is not None and config.output_layer_init_method is not None
         options: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": tp_group}
         self.in_proj = ColumnParallelLinear(
             config.hidden_size, sizes.linear_num_key_heads * rows, init_method=config.init_method, gather_output=False, **options

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from megatron_rl.config import ModelSettings
+from megatron_rl.config import ModelSettings, OptimSettings
 from megatron_rl.models.family import FAMILIES
 from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.rollout.renderer import Renderer
