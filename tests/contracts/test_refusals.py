@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.preflight.settings import check_settings, check_sizes
 from megatron_rl.registry import build_task
 from tests.contracts.test_configs import settings_of
@@ -120,6 +121,16 @@ def test_a_teacher_of_the_warm_start_needs_a_divergence(random_model: Path) -> N
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(f'{override}: {remedy}')}$"):
             check_settings(settings_of(*given, override), 1)
+
+
+def test_ranks_that_divide_experts_have_one_teacher() -> None:
+    """With a teacher for each source, ranks would run different numbers of passes and wait for each
+    other forever."""
+    path = "Qwen/Qwen3-VL-30B-A3B-Instruct"
+    given = (f"model.path={path}", "run.dir=there", "task=number_line", f"+distill.teachers={{charts: {path}}}")
+    check_sizes(settings_of(*given), load_known_spec(path), 2)
+    with pytest.raises(ValueError, match="^parallel.ep=2: needs equally many passes on all ranks, and distill.teachers gives each its own"):
+        check_sizes(settings_of(*given, "parallel.ep=2"), load_known_spec(path), 2)
 
 
 def test_a_merge_of_checkpoints_needs_rewards_and_steps(random_model: Path) -> None:
