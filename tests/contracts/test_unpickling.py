@@ -22,6 +22,7 @@ OURS = {
     "megatron_rl/rollout/colocated.py: pickle.loads": "bytes that a rank of this run sent, over the run's own process groups",
     "megatron_rl/distributed/world.py: pickle.loads": "the same, as torch's all_gather_object reads it",
     "megatron_rl/weights/formats/safe_unpickler.py: pickle._Unpickler": "the table's own unpickler: it calls nothing that the file names",
+    "megatron_rl/rollout/vllm/client.py: numpy.load": "experts of tokens from a rollout server, with allow_pickle=False",
 }
 """Unpickling in this project, with the source of the data."""
 SITE = Path(torch.__file__).parents[1]

@@ -545,7 +545,7 @@ MUTANTS = (
     Mutant(
         "rules decide although the judge is always asked",
         "megatron_rl/rewards/accuracy.py",
-        "and self.judge.always_ask and",
+        "and judge.always_ask and",
         "and False and",
         "tests/rewards/test_judge_asked.py -k always_ask_asks",
     ),
