@@ -39,11 +39,11 @@ def delta_net_mappings(mcore: str, hf: str, stage: str, spec: DeltaNetSpec) -> l
     projections = tuple(f"{hf}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
     return [
         ParamMapping(
-            f"{mcore}in_proj.weight", projections, stage,
+            f"{mcore}in_proj_by_head.weight", projections, stage,
             fuse=lambda tensors: fuse_by_key_head(tensors, spec), split=lambda fused: split_projections(fused, spec), shard_dim=0,
         ),
         ParamMapping(
-            f"{mcore}conv1d.weight", (f"{hf}conv1d.weight",), stage,
+            f"{mcore}conv1d_by_head.weight", (f"{hf}conv1d.weight",), stage,
             fuse=lambda tensors: fuse_by_key_head(tensors, spec), split=lambda fused: split_convolution(fused, spec), shard_dim=0,
         ),
         ParamMapping(f"{mcore}dt_bias", (f"{hf}dt_bias",), stage, shard_dim=0),
@@ -60,7 +60,7 @@ def fuse_by_key_head(tensors: Tensors, spec: DeltaNetSpec) -> torch.Tensor:
 
 
 def split_projections(fused: torch.Tensor, spec: DeltaNetSpec) -> Tensors:
-    """Split the rows of in_proj into qkv, z, b and a; inverse of `fuse_by_key_head`."""
+    """Split the rows of in_proj_by_head into qkv, z, b and a; inverse of `fuse_by_key_head`."""
     sizes = (*spec.convolved_sizes, spec.convolved_sizes[2], spec.num_value_heads, spec.num_value_heads)
     *qkv, z, b, a = _split_key_heads(fused, sizes, spec)
     return torch.cat(qkv), z, b, a

@@ -2,8 +2,10 @@
 
 Megatron's GatedDeltaNet (megatron-core 0.16.1, ssm/gated_delta_net.py) requires
 flash-linear-attention and rejects packed sequences. This module has the same parameters, except
-that the rows of `in_proj` and `conv1d` are sorted by key head (models/decoder.py). As in
-linear_qkv, tensor-parallel ranks therefore have contiguous rows.
+that the rows of in_proj and conv1d are sorted by key head (models/delta_net_layout.py). As in
+linear_qkv, tensor-parallel ranks therefore have contiguous rows. These two have names of their own,
+`in_proj_by_head` and `conv1d_by_head`, because the shapes of both orders are equal: a checkpoint in
+Megatron's order is incomplete instead of misread.
 """
 
 from dataclasses import replace
@@ -48,7 +50,7 @@ class OutputNorm(nn.Module):
 class GatedDeltaNet(MegatronModule):
     """Gated delta net over packed tokens, with this rank's heads.
 
-    Each of the K key heads of `in_proj` has rows for a query and a key [D each], values and output
+    Each of the K key heads of `in_proj_by_head` has rows for a query and a key [D each], values and output
     gates [R * E each], and the learning rates and decays [R each] of its R value heads.
     """
 
@@ -65,11 +67,11 @@ class GatedDeltaNet(MegatronModule):
         rows = convolved + self.ratio * (self.value_dim + 2)
         assert config.init_method is not None and config.output_layer_init_method is not None
         options: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": tp_group}
-        self.in_proj = ColumnParallelLinear(
+        self.in_proj_by_head = ColumnParallelLinear(
             config.hidden_size, sizes.linear_num_key_heads * rows, init_method=config.init_method, gather_output=False, **options
         )
         channels = self.num_key_heads * convolved
-        self.conv1d = nn.Conv1d(
+        self.conv1d_by_head = nn.Conv1d(
             channels, channels, sizes.linear_conv_kernel_dim, groups=channels, bias=False, dtype=config.params_dtype
         )  # only holds the weight
         heads = self.num_key_heads * self.ratio
@@ -87,7 +89,7 @@ class GatedDeltaNet(MegatronModule):
 
         Under sequence parallelism, input and output are [T / tp, 1, H].
         """
-        mixed_TKX = self.in_proj(hidden_states)[0][:, 0].unflatten(1, (self.num_key_heads, -1))
+        mixed_TKX = self.in_proj_by_head(hidden_states)[0][:, 0].unflatten(1, (self.num_key_heads, -1))
         plan = packed_seq_params.delta_plan
         assert plan is not None
         values = self.ratio * self.value_dim
@@ -102,7 +104,7 @@ class GatedDeltaNet(MegatronModule):
 
     def _mix(self, qkv_TKX: torch.Tensor, rate_TKR: torch.Tensor, step_TKR: torch.Tensor, plan: DeltaPlan) -> torch.Tensor:
         """Return the outputs [T, K, R, E] of convolution and gated delta rule."""
-        mixed_TX = causal_convolution(qkv_TKX.flatten(1), self.conv1d.weight[:, 0], plan)
+        mixed_TX = causal_convolution(qkv_TKX.flatten(1), self.conv1d_by_head.weight[:, 0], plan)
         q_TKD, k_TKD, v_TKX = mixed_TX.unflatten(1, (self.num_key_heads, -1)).split(self.sections, -1)
         A_KR, bias_KR = (x.float().view(self.num_key_heads, -1) for x in (self.A_log, self.dt_bias))
         log_decay_TKR = -A_KR.exp() * softplus(step_TKR.float() + bias_KR)
@@ -111,9 +113,9 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Return the sharded tensors of the module for a checkpoint."""
         assert metadata is not None
-        linears = {"in_proj": self.in_proj, "out_proj": self.out_proj}
+        linears = {"in_proj_by_head": self.in_proj_by_head, "out_proj": self.out_proj}
         own = {name: x for name, x in self.state_dict(keep_vars=True).items() if name.partition(".")[0] not in linears}
-        axes = {"conv1d.weight": 0, "dt_bias": 0, "A_log": 0}
+        axes = {"conv1d_by_head.weight": 0, "dt_bias": 0, "A_log": 0}
         state = make_sharded_tensors_for_checkpoint(
             own, prefix, axes, sharded_offsets, tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"]
         )

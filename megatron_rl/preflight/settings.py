@@ -208,7 +208,10 @@ def _check_teachers(settings: Settings, model: ModelSpec, world_size: int) -> No
         where, support = settings.distill.apply_to, settings.distill.support
         require(where == "loss", "distill.apply_to", where, "needs rewards, which stage=sft does not have; use loss")
         require(support != "sampled", "distill.support", support, "needs tokens that the policy samples; in stage=sft, use full or top_k")
-    ep, remedy = settings.parallel.ep, "needs equally many passes on all ranks, and distill.teachers gives each its own; use distill.teacher"
+    ep, remedy = (
+        settings.parallel.ep,
+        "needs equally many passes on all ranks, and distill.teachers gives each its own; use distill.teacher",
+    )
     require(ep == 1 or not settings.distill.teachers, "parallel.ep", ep, remedy)
     for path in settings.distill.teacher_paths:
         key = settings.distill.teacher_key(path)

@@ -103,7 +103,8 @@ def test_a_rank_has_its_heads_and_gates(tp: int) -> None:
         for group in range(3)
     ]  # fmt: skip
     expected = {
-        "0.self_attention.in_proj.weight": heads, "0.self_attention.conv1d.weight": [[row for row in head if row < 108] for head in heads],
+        "0.self_attention.in_proj_by_head.weight": heads,
+        "0.self_attention.conv1d_by_head.weight": [[row for row in head if row < 108] for head in heads],
         "3.self_attention.linear_qkv.weight": gated,
     }  # fmt: skip
     for name, by_head in expected.items():

@@ -62,5 +62,7 @@ def test_a_checkpoint_is_read_with_another_layout(tmp_path: Path, torchrun) -> N
     unbroken, *resumed = (torch.load(out / f"{name}.pt", weights_only=True) for name in ("tp2", "tp2_at_tp2", "tp2_at_pp2", "tp2_at_dp2"))
     for again in resumed:
         assert not again["different"]
-        assert sum(key.endswith(("A_log", "dt_bias", "conv1d.weight")) for key in again["keys"]) == 3 * 3 * 4, "weights and three states"
+        assert sum(key.endswith(("A_log", "dt_bias", "conv1d_by_head.weight")) for key in again["keys"]) == 3 * 3 * 4, (
+            "weights and three states"
+        )
         assert max(relative_error(again["change"][name], change) for name, change in unbroken["change"].items()) <= 1e-5
