@@ -31,6 +31,18 @@ NUMERICS = {
         "Gradients and three optimizer steps of every layout equal those of Hugging Face and of one process.",
         "numerics.md",
     ),
+    "packed-linear-attention": Failure(
+        "Linear attention passes the state of a packed sequence on to the next one, or packing is not supported.",
+        "slime#2233",
+        "State and convolution start anew with each sequence; outputs and gradients equal one token at a time.",
+        "qwen3_5.md",
+    ),
+    "routing-replay-without-images": Failure(
+        "Routing replay leaves out the tokens of images.",
+        "AReaL#1496",
+        "Engines return the experts of all tokens; replayed logprobs and gradients equal those of Hugging Face.",
+        "experts.md",
+    ),
     "text-only-micro-batch": Failure(
         "A micro-batch without images stalls the other ranks, or changes the gradient of the vision tower.",
         "miles#2406, prime-rl#1918, cosmos-rl#606, Megatron-LM#6260",

@@ -104,6 +104,7 @@ def generate_turn(engine: ColocatedEngine | ServerEngine, contexts: list[TokenSe
         context.routed_experts.extend(completion.routed_experts)
 
 
+@pytest.mark.known_failure("routing-replay-without-images")
 def test_experts_of_all_tokens_are_returned(
     engine: ColocatedEngine, hf: PreTrainedModel, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,7 @@ def check_metrics(results: list[dict]) -> None:
         assert tokens == 1 if name == "changed_metrics" else (abs(layers - expected) < 0.02 and tokens > 0.99)
 
 
+@pytest.mark.known_failure("routing-replay-without-images")
 def test_replayed_experts_are_those_of_hf(reference: tuple[Path, HfReference, dict], torchrun) -> None:  # noqa: ANN001
     """Logprobs and gradients equal HF's with one process, with tensor and sequence parallelism and
     with two stages and recomputation; in one micro-batch with shared prompts and in one per
