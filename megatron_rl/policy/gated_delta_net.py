@@ -50,8 +50,8 @@ class OutputNorm(nn.Module):
 class GatedDeltaNet(MegatronModule):
     """Gated delta net over packed tokens, with this rank's heads.
 
-    Each of the K key heads of `in_proj_by_head` has rows for a query and a key [D each], values and output
-    gates [R * E each], and the learning rates and decays [R each] of its R value heads.
+    Each of the K key heads of `in_proj_by_head` has rows for a query and a key [D each], values and
+    output gates [R * E each], and the learning rates and decays [R each] of its R value heads.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection, **_: object) -> None:

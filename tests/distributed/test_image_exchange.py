@@ -2,7 +2,9 @@
 ranks that encode them, at most once per node.
 """
 
+import math
 import pickle
+from array import array
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from megatron_rl.distributed import image_exchange, world
 from megatron_rl.distributed.image_exchange import ImageExchange, TransferPlan, _decode_rollouts, _encode_rollouts, plan_transfers
 from megatron_rl.observe.recorder import read_recorded
-from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence
+from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence, TopTokens
 from tests.conftest import SUPPORT
 from tests.support import fork_server
 from tests.support.image_exchange_world import make_picture
@@ -176,11 +178,14 @@ def test_every_column_travels() -> None:
     for number, name in enumerate(TOKEN_COLUMNS):
         context.set_column(name, [number / 3 + place for place in range(7)])
     context.routed_experts = [bytes([place, 9]) for place in range(6)]
+    context.teacher_top = TopTokens(2, array("i", [7, 3, 9, -1]), array("d", [-0.1, -2.5, -0.01, -math.inf]))
     (back,) = _decode_rollouts(pickle.loads(pickle.dumps(_encode_rollouts([sent]))))
     for field in fields(TokenSequence):
         came, went = getattr(back.sequences[0], field.name), getattr(context, field.name)
         assert went, field.name
         if field.name == "images":
             assert [(seen.pil, seen.key, seen.grid, seen.merge) for seen in came] == [(None, "k1", (1, 4, 2), 2)]
+        elif field.name == "teacher_top":
+            assert came == went
         else:
             assert (came, list(map(type, came))) == (went, list(map(type, went))), field.name

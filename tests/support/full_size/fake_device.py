@@ -31,10 +31,10 @@ UNSUPPORTED = (torch.ops.c10d.reduce_scatter_tensor_coalesced_.default, torch.op
 class FakeGpu(TorchDispatchMode):
     """Counts the bytes of storages on "cuda" and the waits of the host."""
 
-    def __init__(self, model: ModelSpec) -> None:
+    def __init__(self, model: ModelSpec | None = None) -> None:
         """Create the mode. The tokens choose each of the model's experts equally often."""
         super().__init__()
-        self._experts = model.experts
+        self._experts = model.experts if model is not None else None
         self.live = self.peak = self.backward_peak = 0
         self.waits: Counter[str] = Counter()
         """Waits by operation and calling places, as tests.support.cuda.device.waits."""
