@@ -13,7 +13,7 @@ from tests.support.hf_reference import HfReference, compute_forward, relative_er
 
 pytestmark = pytest.mark.timeout(900)
 ALONE, TWO_PROCESSES = ["1,1,1,0,none,moe"], ["2,1,1,1,none,moe", "1,2,1,0,full,moe"]
-LONG = ["2,2,1,1,full,moe", "1,2,2,0,selective,moe", "2,1,1,1,none,moe"]
+LONG = {2: ["1,1,1,0,none,ep2,moe"], 4: ["2,2,1,1,full,moe", "2,1,1,1,none,moe", "2,1,1,1,none,ep2,moe", "1,2,1,0,full,ep2,moe"]}
 SPARSE_LAYERS, TOP_K, EXPERTS = 3, 2, 8
 """Sizes of the model of test_experts.py, in which layer 1 of four is dense."""
 
@@ -116,6 +116,15 @@ def test_replayed_experts_are_those_of_hf(reference: tuple[Path, HfReference, di
     sequence. Recorded experts are replayed after the weights have changed.
     """
     results = run_layouts(reference, {1: ALONE, 2: TWO_PROCESSES}, torchrun)
+    for result in results.values():
+        check_replay(result, reference)
+    check_metrics(list(results.values()))
+
+
+@pytest.mark.long
+def test_further_layouts(reference: tuple[Path, HfReference, dict], torchrun) -> None:  # noqa: ANN001
+    """The same with two replicas, and with experts that they divide."""
+    results = run_layouts(reference, LONG, torchrun)
     for result in results.values():
         check_replay(result, reference)
     check_metrics(list(results.values()))

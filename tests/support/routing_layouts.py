@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.batching.packing import scatter_to_rollouts
-from megatron_rl.distributed.world import connect, read_world
+from megatron_rl.distributed.world import all_gather_object, connect, read_world
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.routed_experts import RoutingFormat, gather_routed_experts
@@ -41,8 +41,9 @@ def pack_with_experts(policy: Policy, rollouts: list[Rollout], items: list[PackI
 
 
 def logprobs_by_rollout(policy: Policy, rollouts: list[Rollout], batches: list[MicroBatch]) -> dict[int, list[float]]:
+    """Return the logprobs of the rollouts of all ranks."""
     found = scatter_to_rollouts(rollouts, batches, policy.logprobs(batches))
-    return {rollout: column for (rollout, _), column in found.items()}
+    return {rollout: column for each in all_gather_object(found) for (rollout, _), column in each.items()}
 
 
 def run_layout(models: Path, out: Path, text: str) -> None:
