@@ -5,7 +5,7 @@ import torch
 from megatron_rl.policy.delta_rule import causal_convolution, gated_delta_rule, plan_chunks
 from megatron_rl.rollout.vllm.delta_net_engine import convolve, normalize_heads, run_delta_rule
 
-LENGTHS, KERNEL, HEADS, KEY_DIM, VALUE_DIM = [7, 1, 12], 4, 3, 4, 5
+KERNEL, HEADS, KEY_DIM, VALUE_DIM = 4, 3, 4, 5
 
 
 def test_steps_of_the_engine_continue_each_other() -> None:
