@@ -28,7 +28,8 @@ for library in ("vllm._C", "vllm._C_stable_libtorch"):  # CUDA kernels, which no
     if importlib.util.find_spec(library) is None:
         sys.modules[library] = types.ModuleType(library)
 
-import vllm.model_executor.models.qwen2_5_vl  # noqa: E402, F401 (before the platform is replaced: a CUDA platform needs its kernels)
+import vllm.model_executor.models.qwen2_5_vl  # noqa: E402 (before the platform is replaced: a CUDA platform needs its kernels)
+import vllm.model_executor.models.qwen3_vl_moe  # noqa: E402, F401
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: E402
 from vllm.multimodal.encoder_budget import MultiModalBudget  # noqa: E402
@@ -38,14 +39,15 @@ from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
 from megatron_rl.memory_plan.gpu_specs import GPU_SPECS  # noqa: E402
-from megatron_rl.models.known_models import make_released_config  # noqa: E402
+from megatron_rl.models.known_models import HUB_IDS, make_released_config  # noqa: E402
 from megatron_rl.rollout.vllm.engine_core import engine_arguments  # noqa: E402
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint  # noqa: E402
 from tests.contracts.test_configs import settings_of  # noqa: E402
 
 RELEASED_PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
 """Image size limits of the processor of every released Qwen2.5-VL."""
-SIZES = ("3B", "7B")
-"""Model sizes of the recipes."""
+MODELS = ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct")
+"""Models of the recipes."""
 CAPABILITY = {"l4": (8, 9), "l40s": (8, 9), "a100": (8, 0), "h100": (9, 0), "h200": (9, 0)}
 
 
@@ -76,12 +78,16 @@ def patch_platform(name: str) -> None:
     current_platform.__class__ = Pretended
 
 
-def make_model_folder(nano: Path, size: str, out: Path) -> Path:
-    """Create a model folder without weights, with the released config, the released image size
-    limits, and the tokenizer of the nano model.
+def make_model_folder(nano: Path, model: str, out: Path) -> Path:
+    """Create a folder of a released model without weights, with the released config, the released
+    image size limits of Qwen2.5-VL, and the tokenizer of the nano model.
     """
+    family, size = HUB_IDS[model]
+    if family != "qwen2_5_vl":
+        nano = out.with_name(family)
+        make_checkpoint(nano, family=family)
     shutil.copytree(nano, out, ignore=shutil.ignore_patterns("*.safetensors"))
-    (out / "config.json").write_text(json.dumps(make_released_config(size)))
+    (out / "config.json").write_text(json.dumps(make_released_config(size, family=family)))
     processor = json.loads((out / "processor_config.json").read_text())
     processor["image_processor"]["size"] = RELEASED_PIXELS
     (out / "processor_config.json").write_text(json.dumps(processor))
@@ -117,7 +123,7 @@ def describe_engine_config(folder: Path, recipe: str, *, is_ours: bool) -> dict[
 def main() -> None:
     like, *recipes = sys.argv[1:]
     with tempfile.TemporaryDirectory() as place:
-        folders = {f"Qwen/Qwen2.5-VL-{size}-Instruct": make_model_folder(Path(like), size, Path(place) / size) for size in SIZES}
+        folders = {model: make_model_folder(Path(like), model, Path(place) / HUB_IDS[model][1]) for model in MODELS}
         for recipe in recipes:
             folder = folders[settings_of(f"experiment={recipe}").model.path]
             for is_ours in (True, False) if recipe == recipes[0] else (True,):

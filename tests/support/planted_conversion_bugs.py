@@ -50,12 +50,12 @@ PLANTED_BUGS: dict[str, list[tuple[object, str, Callable]]] = {
         (decoder, "split_halves", lambda fused: fused.chunk(2, 0)[::-1]),
     ],
     "q and k": [
-        (decoder, "fuse_qkv", lambda tensors, heads: fuse_qkv((tensors[1], tensors[0], tensors[2]), heads)),
-        (decoder, "split_qkv", lambda fused, heads: _swap_q_and_k(split_qkv(fused, heads))),
+        (decoder, "fuse_qkv", lambda tensors, heads, **options: fuse_qkv((tensors[1], tensors[0], tensors[2]), heads, **options)),
+        (decoder, "split_qkv", lambda fused, heads, **options: _swap_q_and_k(split_qkv(fused, heads, **options))),
     ],
     "two heads": [
-        (decoder, "fuse_qkv", lambda tensors, heads: fuse_qkv((swap_heads(tensors[0], heads), *tensors[1:]), heads)),
-        (decoder, "split_qkv", lambda fused, heads: _swap_heads_back(split_qkv(fused, heads), heads)),
+        (decoder, "fuse_qkv", lambda tensors, heads, **options: fuse_qkv((swap_heads(tensors[0], heads), *tensors[1:]), heads, **options)),
+        (decoder, "split_qkv", lambda fused, heads, **options: _swap_heads_back(split_qkv(fused, heads, **options), heads)),
     ],
     "two images": [(transformer, "encode_images", swap_images)],
 }
