@@ -57,6 +57,8 @@ class Scripted:
     updates: list[tuple] = field(default_factory=list)
     critic: "Scripted | None" = None
     seen_packed: list[TokenSequence] = field(default_factory=list)
+    privileged_prompt: None = None
+    routing: None = None
 
     def shard_across_dp(self, minibatch: Sequence[PackItem], *, max_tokens: int) -> RankShares:
         return [
