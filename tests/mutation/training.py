@@ -204,7 +204,7 @@ MUTANTS = (
         "megatron_rl/distributed/image_exchange.py",
         "    context.teacher_top = teacher_top\n",
         "",
-        "tests/remote/test_teacher_server.py -k compares_top_tokens",
+        "tests/distributed/test_image_exchange.py -k every_column",
     ),
     Mutant(
         "the plan counts half of a server's top tokens",
