@@ -182,10 +182,9 @@ class JudgeSettings(ClientSettings):
 
     def __post_init__(self) -> None:
         self.check_client("task.judge")
-        has_judge = bool(self.urls or self.cache or self.model)
-        require(has_judge or not self.always_ask, "task.judge.always_ask", self.always_ask, "no judge is configured; set task.judge.urls")
+        has_judge, remedy = bool(self.urls or self.cache or self.model), "no judge is configured; set task.judge.urls"
+        require(has_judge or not self.always_ask, "task.judge.always_ask", self.always_ask, remedy)
         require(0 <= self.audit_fraction <= 1, "task.judge.audit_fraction", self.audit_fraction, "must be between 0 and 1")
-        remedy = "no judge is configured; set task.judge.urls"
         require(has_judge or not self.audit_fraction, "task.judge.audit_fraction", self.audit_fraction, remedy)
         require(self.max_tokens >= 1, "task.judge.max_tokens", self.max_tokens, "must be at least 1")
 

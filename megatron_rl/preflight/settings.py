@@ -90,10 +90,13 @@ def check_teacher_sources(task: Task, settings: Settings, plugins: Plugins = Plu
 
 def check_privileged_prompt(task: Task, settings: Settings) -> None:
     """Raise ValueError if the first training example lacks a field of distill.privileged_prompt."""
-    template, example = settings.distill.privileged_prompt, task.examples("train")[0]
+    template = settings.distill.privileged_prompt
+    if not template:
+        return
+    example = task.examples("train")[0]
     rollout = Rollout(task=task.name, example_id=example.id, group=0, sample_index=0, **example_fields(example.payload))
     remedy = f"names a field that {example} lacks; use {{question}}, {{answer}} or a field of extra_info"
-    require(not template or fill_template(template, rollout) != "", "distill.privileged_prompt", template, remedy)
+    require(fill_template(template, rollout) != "", "distill.privileged_prompt", template, remedy)
 
 
 def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: Plugins = Plugins()) -> None:
@@ -208,11 +211,8 @@ def _check_teachers(settings: Settings, model: ModelSpec, world_size: int) -> No
         where, support = settings.distill.apply_to, settings.distill.support
         require(where == "loss", "distill.apply_to", where, "needs rewards, which stage=sft does not have; use loss")
         require(support != "sampled", "distill.support", support, "needs tokens that the policy samples; in stage=sft, use full or top_k")
-    ep, remedy = (
-        settings.parallel.ep,
-        "needs equally many passes on all ranks, and distill.teachers gives each its own; use distill.teacher",
-    )
-    require(ep == 1 or not settings.distill.teachers, "parallel.ep", ep, remedy)
+    remedy = "needs equally many passes on all ranks, and distill.teachers gives each its own; use distill.teacher"
+    require(settings.parallel.ep == 1 or not settings.distill.teachers, "parallel.ep", settings.parallel.ep, remedy)
     for path in settings.distill.teacher_paths:
         key = settings.distill.teacher_key(path)
         spec = load_known_spec(path, key=key)

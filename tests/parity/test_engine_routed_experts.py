@@ -104,6 +104,17 @@ def generate_turn(engine: ColocatedEngine | ServerEngine, contexts: list[TokenSe
         context.routed_experts.extend(completion.routed_experts)
 
 
+def check_two_turns(engine: ColocatedEngine | ServerEngine, hf: PreTrainedModel, renderer: Renderer) -> None:
+    """Generate two turns of each prompt, with an image between them, and check the experts."""
+    contexts = make_prompts(renderer)
+    for turn in range(2):
+        generate_turn(engine, contexts, max_tokens=12, seed=10 * turn)
+        check_experts(hf, renderer, contexts)
+        for number, context in enumerate(contexts):
+            more = renderer.observation(context, [user_message("And this?", make_picture(7 + number, 84, 56))])
+            context.extend(more.token_ids, images=tuple(more.images))
+
+
 @pytest.mark.known_failure("routing-replay-without-images")
 def test_experts_of_all_tokens_are_returned(
     engine: ColocatedEngine, hf: PreTrainedModel, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
@@ -121,13 +132,7 @@ def test_experts_of_all_tokens_are_returned(
         preempt(self, request, *given, **options)
 
     monkeypatch.setattr(RecordingScheduler, "_preempt_request", counted)
-    contexts = make_prompts(renderer)
-    for turn in range(2):
-        generate_turn(engine, contexts, max_tokens=12, seed=10 * turn)
-        check_experts(hf, renderer, contexts)
-        for number, context in enumerate(contexts):
-            more = renderer.observation(context, [user_message("And this?", make_picture(7 + number, 84, 56))])
-            context.extend(more.token_ids, images=tuple(more.images))
+    check_two_turns(engine, hf, renderer)
     preempted.clear()
     fresh = make_prompts(renderer)
     generate_turn(engine, fresh, max_tokens=150, seed=50)
@@ -210,13 +215,7 @@ def test_servers_return_the_experts(model: Path, renderer: Renderer, hf: PreTrai
     with serve_engines(model, tmp_path, num_servers=1, settings=settings) as urls:
         with connect_server_engine(urls, renderer, settings=settings) as engine:
             engine.load_weights(iter(sent.items()), version=1)
-            contexts = make_prompts(renderer)
-            for turn in range(2):
-                generate_turn(engine, contexts, max_tokens=12, seed=10 * turn)
-                check_experts(hf, renderer, contexts)
-                for number, context in enumerate(contexts):
-                    more = renderer.observation(context, [user_message("And this?", make_picture(7 + number, 84, 56))])
-                    context.extend(more.token_ids, images=tuple(more.images))
+            check_two_turns(engine, hf, renderer)
         others = expected_fingerprint(ENGINE_SETTINGS, str(model), banned_ids=renderer.banned_ids, pixels=renderer.final_pixels)
         line = "has engine.return_routed_experts true, but this run has false; start it with"
         with pytest.raises(ValueError, match=line):

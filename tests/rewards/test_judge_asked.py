@@ -129,7 +129,7 @@ def test_an_audit_that_fails_is_left_out_and_a_rejected_key_is_not() -> None:
 
 
 def test_the_fraction_of_audits_is_the_setting() -> None:
-    """Of 2,000 rollouts, a tenth is audited (within four standard deviations), always the same, and
+    """A tenth of 2,000 rollouts is audited (within four standard deviations), always the same, and
     none with the fraction 0."""
     rollouts = [replace(make_rollout(number // 8, 0.0), sample_index=number % 8) for number in range(2000)]
     judges = [Judge(JudgeSettings(model="qwen", cache="kept", audit_fraction=fraction)) for fraction in (0.0, 0.1, 0.1, 1.0)]

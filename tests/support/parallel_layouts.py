@@ -10,6 +10,7 @@ or as 4,2,2,1,full,0.1,tied with the bucket size of exported weights in MiB. The
 import gc
 import hashlib
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -236,11 +237,12 @@ def destroy_layout(*learners: TrainableModel) -> None:
     gc.collect()
 
 
-def main() -> None:
+def main(run: Callable[[Path, Path, str], None] = run_layout) -> None:
+    """Run each layout of the command line, with the folder of models and that of the results."""
     models, out = Path(sys.argv[1]), Path(sys.argv[2])
     connect(read_world(), timeout_s=240)
     for layout in sys.argv[3:]:
-        run_layout(models, out, layout)
+        run(models, out, layout)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Layouts are written as for parallel_layouts.py. OUT/experts.pt contains the expe
 sequence, [L, sparse layers, top_k].
 """
 
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +14,12 @@ import torch
 
 from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.batching.packing import scatter_to_rollouts
-from megatron_rl.distributed.world import all_gather_object, connect, read_world
+from megatron_rl.distributed.world import all_gather_object
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.routed_experts import RoutingFormat, gather_routed_experts
 from megatron_rl.types import MicroBatch, Rollout
-from tests.support.parallel_layouts import LayoutCase, compute_gradients, destroy_layout, make_example, make_policy, weighted_nll
+from tests.support.parallel_layouts import LayoutCase, compute_gradients, destroy_layout, main, make_example, make_policy, weighted_nll
 
 
 def to_rollouts(items: list[PackItem], experts: list[torch.Tensor]) -> tuple[list[Rollout], list[PackItem]]:
@@ -78,12 +77,5 @@ def run_layout(models: Path, out: Path, text: str) -> None:
     destroy_layout(policy)
 
 
-def main() -> None:
-    models, out = Path(sys.argv[1]), Path(sys.argv[2])
-    connect(read_world(), timeout_s=240)
-    for layout in sys.argv[3:]:
-        run_layout(models, out, layout)
-
-
 if __name__ == "__main__":
-    main()
+    main(run_layout)

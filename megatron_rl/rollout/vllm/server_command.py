@@ -136,7 +136,7 @@ def expected_fingerprint(
 
 
 def routed_experts_property(is_returned: bool) -> dict[str, str]:
-    """Return the part of the fingerprint on recorded experts; empty if they are not recorded."""
+    """Return the part of the fingerprint that states whether the engine records experts."""
     return {"engine.return_routed_experts": str(is_returned).lower()}
 
 
