@@ -24,12 +24,11 @@ from megatron_rl.explain.recorded_step import RecordedSequence
 from megatron_rl.explain.sequence_checks import ImageToPatches
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import padded_vocab
-from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.logprobs import TokenDistribution, banned_mask
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import attach_patches
 from megatron_rl.policy.policy import can_share_prompts
-from megatron_rl.policy.transformer import ModelChunk, build_chunks
+from megatron_rl.policy.transformer import ModelChunk, build_chunks, has_fused_layers
 from megatron_rl.types import MicroBatch, Rollout
 from megatron_rl.weights.formats.checkpoint_source import TensorSource
 from megatron_rl.weights.stream import HfWeightIterator, ShardLocation, load_hf
@@ -54,7 +53,7 @@ class TrainerForward:
         rows, per_chunk = spec.param_mappings(), spec.num_layers // (layout.pp * layout.vpp)
         placement = ShardLocation(
             layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=layout.vpp, layers_per_chunk=per_chunk,
-            fused_norms=spec.delta_net is None and uses_transformer_engine(LoraSettings()),
+            fused_norms=has_fused_layers(spec, LoraSettings()),
         )  # fmt: skip
         load_hf(self.chunks, rows, placement, source.read)
         self.export = HfWeightIterator(self.chunks, rows, placement, bucket_bytes=BUCKET_BYTES)

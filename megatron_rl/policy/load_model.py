@@ -11,10 +11,9 @@ from megatron_rl.config import LoraSettings
 from megatron_rl.dtypes import torch_dtype
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import ParamMapping
-from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.lora import check_adapter_targets
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.transformer import HeadConfig, ModelChunks, build_chunks
+from megatron_rl.policy.transformer import HeadConfig, ModelChunks, build_chunks, has_fused_layers
 from megatron_rl.weights.formats.base_digest import check_base
 from megatron_rl.weights.formats.checkpoint_source import describe_skipped
 from megatron_rl.weights.formats.open_checkpoint import open_source
@@ -52,7 +51,7 @@ def load_model(
     rows = [row for row in spec.param_mappings() if heads.has_lm_head or not is_of_output_layer(row)]
     placement = ShardLocation(
         layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=layout.vpp,
-        layers_per_chunk=spec.num_layers // (layout.pp * layout.vpp), fused_norms=spec.delta_net is None and uses_transformer_engine(lora),
+        layers_per_chunk=spec.num_layers // (layout.pp * layout.vpp), fused_norms=has_fused_layers(spec, lora),
         ep_rank=layout.ep_rank, ep=layout.ep, tp_ep_group=layout.tp_ep_group,
     )  # fmt: skip
     source = open_source(Path(path), spec, key=key)

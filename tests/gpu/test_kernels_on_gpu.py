@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import layers
 
 from megatron_rl.batching.packing import pack
 from megatron_rl.config import LoraSettings, OptimSettings
-from megatron_rl.policy import load_model, policy, transformer
+from megatron_rl.policy import policy, transformer
 from megatron_rl.policy.kernels import uses_transformer_engine
 from tests.support.packed_example import make_example_items
 from tests.support.parallel_layouts import compute_gradients, full_logits
@@ -48,7 +48,7 @@ def test_transformer_engines_layers_are_ours(measured: Callable, monkeypatch: py
     """Logits and gradients of four Transformer Engine layers equal those of our layers, up to
     bfloat16 rounding."""
     logits, theirs = measured()
-    for module in (load_model, policy, transformer):
+    for module in (policy, transformer):
         monkeypatch.setattr(module, "uses_transformer_engine", lambda lora: False)
     our_logits, ours = measured()
     assert (logits - our_logits).norm() <= 2e-2 * our_logits.norm()
@@ -62,7 +62,7 @@ def test_gradients_that_are_added_in_the_product_are_the_plain_ones(measured: Ca
     The kernel adds a weight's gradient to its fp32 buffer inside the matrix product; our layers
     round it to bfloat16 before.
     """
-    for module in (load_model, policy, transformer):
+    for module in (policy, transformer):
         monkeypatch.setattr(module, "uses_transformer_engine", lambda lora: False)
     _, plain = measured()
     _, fused = measured(fuse)

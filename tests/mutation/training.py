@@ -244,7 +244,7 @@ MUTANTS = (
     Mutant(
         "a prompt for the teacher names fields that no example has",
         "megatron_rl/preflight/settings.py",
-        'not template or fill_template(template, rollout) != ""',
+        'fill_template(template, rollout) != ""',
         "True",
         "tests/e2e/test_several_teachers_run.py -k privileged",
     ),

@@ -18,7 +18,7 @@ import torch
 
 from megatron_rl.batching.packing import pack
 from megatron_rl.config import LoraSettings, OptimSettings
-from megatron_rl.policy import kernels, load_model, policy, transformer
+from megatron_rl.policy import kernels, policy, transformer
 from tests.support.packed_example import make_example_items
 from tests.support.parallel_layouts import compute_gradients, full_logits
 from tests.support.single_process_policy import make_policy_and_renderer, single_process_world
@@ -30,7 +30,7 @@ def compare_layers(model: Path) -> dict[str, object]:
     """
     results = []
     for uses in (True, False):
-        for module in (load_model, policy, transformer):
+        for module in (policy, transformer):
             module.uses_transformer_engine = lambda lora, uses=uses: uses
         made, renderer = make_policy_and_renderer(model, OptimSettings())
         batch = pack(make_example_items(renderer), image_token_id=renderer.image_token_id, positions=made.spec.rope_positions)
