@@ -174,12 +174,15 @@ def answer_in(text: str) -> str:
 def test_its_critic_learns_beside_the_policy(judged: tuple[Path, float]) -> None:
     """The critic's metrics are finite and change from step to step, a new value head predicts 0,
     and the checkpoint contains the critic.
+
+    The verdicts are random: a first step in which all of them are 0 leaves the critic as it is.
     """
     home, _ = judged
     first, second, _ = read_metrics(home / "ppo" / "metrics.jsonl")
-    for name in ("value/loss", "value/mean", "value/return", "value/rmse", "value/grad_norm", "grad_norm"):
+    for name in ("value/loss", "value/return", "value/rmse", "value/grad_norm", "grad_norm"):
         assert math.isfinite(first[name]) and math.isfinite(second[name]) and first[name] != second[name], name
     assert first["value/mean"] == 0.0, "a new head expects nothing"
+    assert math.isfinite(second["value/mean"]) and (second["value/mean"] != 0.0) == (first["reward/mean"] > 0), first["reward/mean"]
     assert max(step["rollout_mismatch/logprob_abs_diff_max"] for step in (first, second)) <= 1e-4
     saved = home / "ppo" / "checkpoints" / "step_00000002"
     assert {path.name for path in (saved / "critic").iterdir()} == {path.name for path in saved.iterdir() if path.is_file()}
@@ -187,11 +190,12 @@ def test_its_critic_learns_beside_the_policy(judged: tuple[Path, float]) -> None
 
 def test_its_weight_of_the_kl_follows_what_was_measured(judged: tuple[Path, float]) -> None:
     """The second step's KL coefficient equals the adaptive-KL formula applied to the first step's
-    KL.
+    KL. The KL is positive once an update had a reward.
     """
     home, _ = judged
     first, second, _ = read_metrics(home / "ppo" / "metrics.jsonl")
     algo = yaml.safe_load((home / "ppo" / "config.yaml").read_text())["algo"]
     error = min(max(first["policy/kl_ref"] / algo["kl_target"] - 1, -0.2), 0.2)
-    assert first["policy/kl_ref"] > 0 and first["policy/kl_coef"] == algo["kl_coef"] == 0.05
+    assert first["policy/kl_ref"] >= 0 and (second["policy/kl_ref"] > 0 or first["reward/mean"] == 0), first["reward/mean"]
+    assert first["policy/kl_coef"] == algo["kl_coef"] == 0.05
     assert second["policy/kl_coef"] == pytest.approx(0.05 * (1 + error * 24 / algo["kl_horizon"]), rel=1e-12)
