@@ -510,7 +510,8 @@ def test_in_a_browser(view: str, width: int, served: str, page: BrowserPage, req
     page.console_messages.clear()
     page.navigate(f"{served}#/{view}")
     page.wait_until(
-        "[...document.images].filter(each => each.loading !== 'lazy' || each.offsetTop < innerHeight).every(each => each.complete)"
+        "[...document.images].filter(each => each.loading !== 'lazy' || each.getBoundingClientRect().top < innerHeight)"
+        ".every(each => each.complete)"
     )
     shown = page.evaluate("document.documentElement.outerHTML")
     assert f'data-shown="{view.partition("?")[0]}"' in shown and "<title>rollouts</title>" in shown

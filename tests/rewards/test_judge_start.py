@@ -55,15 +55,16 @@ def test_one_of_two_listens(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_server_that_is_slow_to_greet_or_serves_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is too slow or serves another model fails the start. One that is busy or has no
     list of models does not."""
-    monkeypatch.setattr(health_check, "HEALTH_TIMEOUT_S", 0.3)
     with serve_judge(answer_correct) as server:
         with pytest.raises(
             InfraError, match=r"serves served, judge, other, not task.judge.model=another: choose one of these\); start one"
         ):
             run_judge(make_judge_settings(server, model="another"), lambda _: asyncio.sleep(0))
         server.models_reply = JudgeReply("", delay_s=1.0)
-        with pytest.raises(InfraError, match=rf"no judge is available \({server.url}: no response within 0 s\)"):
-            run_judge(make_judge_settings(server), lambda _: asyncio.sleep(0))
+        with monkeypatch.context() as patched:
+            patched.setattr(health_check, "HEALTH_TIMEOUT_S", 0.3)
+            with pytest.raises(InfraError, match=rf"no judge is available \({server.url}: no response within 0 s\)"):
+                run_judge(make_judge_settings(server), lambda _: asyncio.sleep(0))
         for busy in (JudgeReply("", 429), JudgeReply("", 404), HTML):
             server.models_reply = busy
             run_judge(make_judge_settings(server), lambda judge: judge.score(PROMPT, fields=prompt_fields()))
