@@ -25,7 +25,7 @@ from megatron_rl.io.jsonl import write_bytes_atomically
 from megatron_rl.launcher.compose import compose_settings
 from megatron_rl.registry import Plugins
 from megatron_rl.rollout.task import Task
-from megatron_rl.run.record import Result
+from megatron_rl.run.result import Result
 
 Rows: TypeAlias = Iterable[Mapping[str, object]]
 Data: TypeAlias = str | Path | Sequence[str | Path] | Rows

@@ -30,7 +30,8 @@ from megatron_rl.rollout.replay import RolloutReplay
 from megatron_rl.rollout.weight_publisher import WeightPublisher
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.failure_checks import MismatchCheck, check_failures, require_finite
-from megatron_rl.run.record import History, Run
+from megatron_rl.run.history import History
+from megatron_rl.run.record import Run
 from megatron_rl.run.shutdown import StopSignal
 from megatron_rl.training_batch import prepare_training_batch
 from megatron_rl.types import MicroBatch, Rollout

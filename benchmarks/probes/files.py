@@ -15,8 +15,8 @@ from megatron_rl.io.bounded_files import read_tail, to_printable
 from megatron_rl.io.jsonl import read_lines
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.run.changed_settings import read_settings
 from megatron_rl.run.checkpoints import CheckpointState, write_state
-from megatron_rl.run.directory import read_settings
 from megatron_rl.weights.formats.digests import make_file_record
 
 Read = Callable[[Path], Any]

@@ -12,8 +12,8 @@ from megatron_rl.export.sft_transcripts import TRANSCRIPTS_FILE, export_transcri
 from megatron_rl.io.bounded_files import to_printable
 from megatron_rl.observe.recorder import ROLLOUTS_FOLDER
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.run.directory import read_settings
-from megatron_rl.run.record import CONFIG_FILE
+from megatron_rl.run.changed_settings import read_settings
+from megatron_rl.run.paths import CONFIG_FILE
 
 EXAMPLES = """examples:
   export.py runs/agent --out runs/agent_best --min-reward 1

@@ -57,7 +57,7 @@ from megatron_rl.registry import Plugins, build_task
 from megatron_rl.rollout.manager import RolloutManager, RunCallbacks
 from megatron_rl.rollout.renderer import Renderer, max_inline_pixels
 from megatron_rl.rollout.task import Task
-from megatron_rl.run.record import explain_write_errors
+from megatron_rl.run.paths import explain_write_errors
 from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, StopSignal
 from megatron_rl.services.service_launcher import enabled_services, resolve_addresses, run_services
 from megatron_rl.types import Example, Rollout, TokenSequence

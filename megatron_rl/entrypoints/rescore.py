@@ -41,8 +41,9 @@ from megatron_rl.registry import Plugins, build_task
 from megatron_rl.rewards.rubric import RewardInput
 from megatron_rl.rollout.example_fields import example_fields
 from megatron_rl.rollout.task import Task
-from megatron_rl.run.directory import changed_keys, describe_changes, is_mutable_key, lock, read_settings
-from megatron_rl.run.record import CONFIG_FILE, explain_write_errors
+from megatron_rl.run.changed_settings import changed_keys, describe_changes, is_mutable_key, read_settings
+from megatron_rl.run.directory import lock
+from megatron_rl.run.paths import CONFIG_FILE, explain_write_errors
 from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, StopSignal
 from megatron_rl.services.service_launcher import enabled_services, resolve_addresses, run_services
 from megatron_rl.types import Example, Image, Rollout, Status

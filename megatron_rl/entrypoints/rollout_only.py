@@ -26,7 +26,9 @@ from megatron_rl.rollout.health import ServerSupervisor
 from megatron_rl.rollout.manager import RunCallbacks
 from megatron_rl.rollout.renderer import Renderer, max_inline_pixels
 from megatron_rl.rollout.task import Task
-from megatron_rl.run.record import History, Result, Run
+from megatron_rl.run.history import History
+from megatron_rl.run.record import Run
+from megatron_rl.run.result import Result
 from megatron_rl.run.shutdown import StopSignal
 from megatron_rl.training_loop import has_enough_rollouts
 from megatron_rl.types import Rollout

@@ -21,7 +21,7 @@ from megatron_rl.registry import make_policy_endpoint, serve_policy_endpoint
 from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.conversation import SequenceLimits
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.run.record import CONFIG_FILE
+from megatron_rl.run.paths import CONFIG_FILE
 from megatron_rl.run.saved_model import SavedModel, find_saved_model
 from megatron_rl.weights.formats.checkpoint_source import iterate_tensors
 from megatron_rl.weights.formats.open_checkpoint import open_source

@@ -39,7 +39,8 @@ from megatron_rl.rollout.weight_publisher import WeightPublisher
 from megatron_rl.run.directory import locked, newest_saved_step
 from megatron_rl.run.failure_checks import check_improvement
 from megatron_rl.run.model_card import make_model_card
-from megatron_rl.run.record import ADAPTER_FOLDER, Result, explain_write_errors
+from megatron_rl.run.paths import ADAPTER_FOLDER, explain_write_errors
+from megatron_rl.run.result import Result
 from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, StopSignal
 from megatron_rl.services.address import token_file
 from megatron_rl.services.engine_servers import ENGINES_TOKEN_NAME, run_engine_servers

@@ -27,8 +27,9 @@ from megatron_rl.io.jsonl import read_json, write_bytes_atomically
 from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.recorder import ROLLOUTS_FOLDER as ROLLOUTS
 from megatron_rl.observe.recorder import read_recorded, save_images, write_rollouts
-from megatron_rl.run.directory import backup_path, changed_keys, describe_changes, is_mutable_key, lock, read_settings
-from megatron_rl.run.record import CONFIG_FILE, explain_write_errors
+from megatron_rl.run.changed_settings import changed_keys, describe_changes, is_mutable_key, read_settings
+from megatron_rl.run.directory import backup_path, lock
+from megatron_rl.run.paths import CONFIG_FILE, explain_write_errors
 from megatron_rl.types import Example, Rollout
 
 WEIGHTS_FILE, EXAMPLES_FILE, EVALUATION_FILE, PROMPT_FILE = "weights.json", "examples.jsonl", "evaluation.json", "prompt.txt"

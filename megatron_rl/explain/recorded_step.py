@@ -17,8 +17,8 @@ from megatron_rl.io.jsonl import iterate_lines
 from megatron_rl.io.rollout_codec import from_record
 from megatron_rl.observe.recorder import ROLLOUTS_FOLDER, make_image_loader
 from megatron_rl.observe.rollout_store import num_rows, read_rollouts, step_path
-from megatron_rl.run.directory import read_settings
-from megatron_rl.run.record import CHECKPOINTS_FOLDER, CONFIG_FILE, FINAL_FOLDER
+from megatron_rl.run.changed_settings import read_settings
+from megatron_rl.run.paths import CHECKPOINTS_FOLDER, CONFIG_FILE, FINAL_FOLDER
 from megatron_rl.types import Rollout, TokenSequence
 
 MAX_ERROR_CHARS = 160

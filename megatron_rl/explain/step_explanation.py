@@ -19,7 +19,7 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.parallel import build_layout, check_layout, destroy_layout
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.run.record import CHECKPOINTS_FOLDER, list_checkpoints
+from megatron_rl.run.paths import CHECKPOINTS_FOLDER, list_checkpoints
 from megatron_rl.weights.formats.checkpoint_source import TensorSource
 from megatron_rl.weights.formats.merge_lora import MergedTensors
 from megatron_rl.weights.formats.open_checkpoint import open_source

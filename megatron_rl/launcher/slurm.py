@@ -22,8 +22,8 @@ from megatron_rl.io.bounded_files import to_printable
 from megatron_rl.io.jsonl import write_bytes_atomically
 from megatron_rl.launcher.compose import compose_settings
 from megatron_rl.run.directory import read_resume_state
+from megatron_rl.run.paths import explain_write_errors
 from megatron_rl.run.process import LOGS
-from megatron_rl.run.record import explain_write_errors
 from megatron_rl.run.status import is_running
 
 SCRIPT_FILE, SETTINGS_FILE = "job.sbatch", "job.yaml"

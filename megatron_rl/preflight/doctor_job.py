@@ -20,8 +20,8 @@ from megatron_rl.distributed.world import World, all_gather_object, connect, dis
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.preflight.check_report import CheckReport
 from megatron_rl.preflight.nodes import check_nodes
-from megatron_rl.run.directory import read_settings
-from megatron_rl.run.record import CONFIG_FILE
+from megatron_rl.run.changed_settings import read_settings
+from megatron_rl.run.paths import CONFIG_FILE
 
 RENDEZVOUS_TIMEOUT_S = 600.0
 """Timeout of the rendezvous in seconds. A long timeout is needed because some nodes may have to

@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_rl.config import Settings, require
 from megatron_rl.distributed.world import World, all_gather_object, run_on_rank_zero
 from megatron_rl.io.bounded_files import read_bytes
-from megatron_rl.run.record import explain_write_errors
+from megatron_rl.run.paths import explain_write_errors
 
 MAX_CONFIG_BYTES = 16 << 20
 SHARED_FOLDER_REMEDY = "put it in a folder that all nodes share"

@@ -11,7 +11,7 @@ from annotated_types import Ge
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_rl.io.jsonl import read_json, write_bytes_atomically
-from megatron_rl.run.record import History
+from megatron_rl.run.history import History
 from megatron_rl.weights.formats.digests import MAX_STATE_BYTES, STATE, check_records
 
 _OWN_DIGEST = "sha256"

@@ -32,7 +32,9 @@ from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.training_state import AsyncSave
 from megatron_rl.run.checkpoint_state import CheckpointState, InputDigests, read_state, write_state
-from megatron_rl.run.record import CHECKPOINTS_FOLDER, History, Run, explain_write_errors, list_checkpoints, step_name, step_of
+from megatron_rl.run.history import History
+from megatron_rl.run.paths import CHECKPOINTS_FOLDER, explain_write_errors, list_checkpoints, step_name, step_of
+from megatron_rl.run.record import Run
 from megatron_rl.run.superseded_steps import SUPERSEDED, find_free_path
 from megatron_rl.weights.formats.digests import CRITIC, STATE, find_difference, make_file_record
 from megatron_rl.weights.formats.tensor_files import copy_companions, fsync_path

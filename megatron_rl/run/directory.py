@@ -17,9 +17,7 @@ gracefully leaves ended.json with the step of its last checkpoint. A run that wa
 killed or failed repeats the steps since its newest checkpoint when it is resumed.
 run/superseded_steps.py keeps the old records of these steps.
 
-The new settings are compared with the settings in config.yaml. A setting counts as changed if its
-value differs, or if only one of the two contains the setting. The lock is an fcntl
-lock on RUN/.lock, held by rank 0. The lock has not been tested on NFS.
+The lock is an fcntl lock on RUN/.lock, held by rank 0. It has not been tested on NFS.
 """
 
 import fcntl
@@ -27,24 +25,24 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 
 import yaml
 
 from megatron_rl.config import Settings
 from megatron_rl.distributed.world import run_on_rank_zero
-from megatron_rl.io.bounded_files import read_yaml
 from megatron_rl.io.jsonl import parse_number, read_json, write_bytes_atomically
 from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.recorder import ROLLOUTS_FOLDER as ROLLOUTS
+from megatron_rl.run.changed_settings import changed_keys, describe_changes, is_mutable_key, read_settings
 from megatron_rl.run.checkpoint_state import read_state
-from megatron_rl.run.record import (
+from megatron_rl.run.paths import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     EVALUATION_FILE,
@@ -64,24 +62,6 @@ ENDED = "ended.json"
 "line": reason, "step": step of the newest checkpoint}. An attempt that finished the run or was
 killed does not write this file.
 """
-MUTABLE_KEYS = (
-    "parallel.", "engine.", "checkpoint.", "wandb.", "trackio.", "services.", "slurm.", "run.dir", "plan.", "run.overwrite",
-    "run.grace_s", "run.max_failed_fraction", "run.max_logprob_abs_diff", "run.outage_timeout_s", "rollouts.save", "rollouts.max_gb",
-    "rollouts.keep_best", "rollouts.keep_worst", "run.trace", "task.judge.urls", "task.judge.token_file",
-    "task.judge.outage_timeout_s", "task.sandbox.url", "task.sandbox.token_file", "task.options.processes", "task.options.call_s",
-    "task.listener.", "task.speaker.", "task.options.held_out_listeners.", "task.options.held_out_token_files.", "task.options.log",
-    "task.options.sheets", "evaluation.urls", "evaluation.timeout_s", "evaluation.outage_timeout_s", "evaluation.max_attempts",
-    "evaluation.concurrency", "alarms.", "task.judge.audit_fraction",
-)  # fmt: skip
-"""Names or prefixes of the settings that may change when a run resumes, because they do not affect
-the trained model.
-"""
-_USER_KEYED_SETTINGS = ("optim.lr_by_module", "task.options")
-"""Settings with user-defined keys. If the keys differ, `changed_keys` reports the setting as one
-change instead of one change per key.
-"""
-ABSENT = "absent"
-"""Placeholder for the value of a missing setting."""
 LENGTH_KEYS = {"rl": {"run.steps", "run.epochs"}, "sft": {"sft.steps"}}
 """Maps each stage to the names of the settings that specify its number of steps."""
 
@@ -293,53 +273,6 @@ def _read_evaluation(folder: Path) -> dict[str, float]:
         return {str(name): parse_number(value) for name, value in found.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); remove it to repeat the final evaluation") from error
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """Return the contents of a run's config.yaml.
-
-    Raises:
-        ValueError: The file does not contain settings. The message continues a sentence that starts
-            with the file's name.
-        OSError: The file cannot be read.
-    """
-    found = read_yaml(path)
-    if not isinstance(found, dict):
-        raise ValueError(f"must contain settings, not {type(found).__name__}")
-    return found
-
-
-def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return {dotted key: (old, new)} for settings that differ; a missing key has value ABSENT."""
-    changes: dict[str, tuple[Any, Any]] = {}
-    for key in sorted(old.keys() | new.keys()):
-        before: Any = old.get(key, ABSENT)
-        after: Any = new.get(key, ABSENT)
-        are_groups = isinstance(before, dict) and isinstance(after, dict)
-        if are_groups and (prefix + key not in _USER_KEYED_SETTINGS or before.keys() == after.keys()):
-            changes |= changed_keys(before, after, f"{prefix}{key}.")
-        elif before != after:
-            changes[prefix + key] = (before, after)
-    return changes
-
-
-def is_mutable_key(key: str, old: Any, new: Any) -> bool:
-    """Return True if a resumed run may use the new value of a setting.
-
-    run.steps and run.epochs may be increased but not decreased, and a run may change from one of
-    them to the other. In sft.steps, only the last entry may be increased, because the earlier
-    stages are already completed.
-    """
-    if key == "run.epochs":
-        return ABSENT in (old, new) or 0 in (old, new) or new >= old
-    if key in ("run.steps", "sft.steps") and old != ABSENT:
-        return new >= old if key == "run.steps" else old[:-1] == new[:-1] and new[-1:] >= old[-1:]
-    return any(key.startswith(free) if free.endswith(".") else key == free for free in MUTABLE_KEYS)
-
-
-def describe_changes(changes: Mapping[str, tuple[object, object]]) -> str:
-    """Return the changed settings as text, such as `run.steps=80 (was 40)`."""
-    return ", ".join(f"{key}={new} (was {old})" for key, (old, new) in changes.items())
 
 
 def backup_path(folder: Path) -> Path:

@@ -1,10 +1,9 @@
 """Records the history, metrics, evaluations and rollouts of a run in the run directory."""
 
 import json
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from megatron_rl.callbacks import NO_CALLBACKS
 from megatron_rl.config import ALARMS, AlarmSettings, Settings
 from megatron_rl.distributed.world import World, all_gather_object, raise_on_all_ranks, run_on_rank_zero
 from megatron_rl.errors import LogprobMismatch, NonFiniteValue
-from megatron_rl.io.jsonl import write_bytes_atomically, write_error_line, write_lines_atomically
+from megatron_rl.io.jsonl import write_bytes_atomically, write_lines_atomically
 from megatron_rl.observe.alarms import AlarmMonitor
 from megatron_rl.observe.judge_stats import JudgeStats
 from megatron_rl.observe.memory import max_over_ranks, peak_memory
@@ -28,68 +27,10 @@ from megatron_rl.observe.rollout_store import RolloutStore
 from megatron_rl.observe.step_metrics import EngineBusyCounter, groups_with_advantages, idle_metrics
 from megatron_rl.observe.trace import STEP_ROW, StepTrace
 from megatron_rl.observe.trace import write_trace as write_trace
+from megatron_rl.run.history import History
+from megatron_rl.run.paths import ADAPTER_FOLDER, CONFIG_FILE, EVALUATION_FILE, FINAL_FOLDER, PROMPTS_FILE, explain_write_errors
 from megatron_rl.run.superseded_steps import find_gaps, supersede_records
-from megatron_rl.types import MicroBatch, Rollout, StopReason
-
-CONFIG_FILE, EVALUATION_FILE, FINAL_FOLDER, CHECKPOINTS_FOLDER = "config.yaml", "eval.json", "final", "checkpoints"
-"""Names of files and folders in a run directory: the settings, the final evaluation (which marks a
-finished run), the trained model and the checkpoints.
-"""
-PROMPTS_FILE, ADAPTER_FOLDER = "prompts.jsonl", "adapter"
-"""Names of a file and a folder in a run directory: the file with statistics per example, and the
-folder with the LoRA adapter.
-"""
-
-
-@dataclass(slots=True, kw_only=True)
-class History:
-    """State that a run carries from step to step, except for the weights.
-
-    The history is the same on every rank.
-    """
-
-    returns: list[float] = field(default_factory=list)
-    """Mean reward of the scored rollouts of each step."""
-    num_generation_batches: int = 0
-    """Number of prompt batches scheduled so far. The prompt sampler of a resumed run skips these
-    batches.
-    """
-    in_flight_prompts: list[int] = field(default_factory=list)
-    """Indices of prompts that were scheduled but not yet trained on, in scheduling order. With
-    run.max_staleness > 0, episodes of these prompts may still be running. The next attempt
-    schedules these prompts first.
-    """
-    prompts: dict[str, list[float]] = field(default_factory=dict)
-    """Maps each example id to [number of scored episodes, sum of these episodes' rewards, last step
-    with a scored episode].
-    """
-    num_learning_steps: int = 0
-    """Number of steps with at least one nonzero advantage."""
-    bad_examples: dict[str, str] = field(default_factory=dict)
-    """Maps each example id to the first permanent error (StopReason.PERMANENT_INFRA_ERROR)."""
-    judge: dict[str, int] = field(default_factory=dict)
-    """Judge counters summed over all steps: the counters of observe/judge_stats.py, the number of
-    scored answers, and the number of answers that the judge decided. Empty without a judge.
-    """
-    kl_coef: float | None = None
-    """KL coefficient for the next step if algo.kl_target is set; None before the first adaptation.
-    """
-    pending_metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of a step that was trained but is not yet recorded, for example because the run
-    stopped during the evaluation after the step. Empty if all trained steps are recorded.
-    """
-
-    def add(self, step: int, rollouts: Sequence[Rollout], *, num_new_batches: int, unfinished_prompts: Sequence[int] = ()) -> None:
-        """Update the history with the rollouts of a step."""
-        self.returns.append(statistics.fmean(rollout.reward for rollout in rollouts if rollout.reward is not None))
-        self.num_generation_batches += num_new_batches
-        self.in_flight_prompts = list(unfinished_prompts)
-        for rollout in rollouts:
-            if rollout.reward is not None:
-                episodes, rewards, _ = self.prompts.get(rollout.example_id, (0, 0.0, 0))
-                self.prompts[rollout.example_id] = [episodes + 1, rewards + rollout.reward, step]
-            if rollout.stop_reason is StopReason.PERMANENT_INFRA_ERROR:
-                self.bad_examples.setdefault(rollout.example_id, rollout.reason)
+from megatron_rl.types import MicroBatch, Rollout
 
 
 class Run:
@@ -329,68 +270,5 @@ class Run:
                 self.metrics_log.close()
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Result:
-    """Result of a run, the same on every rank."""
-
-    folder: Path
-    step: int
-    """Number of completed steps."""
-    num_steps: int
-    metrics: dict[str, float]
-    """Scores of the last evaluation, such as greedy_success, as in eval.json. If the run stopped
-    early, these are the scores of the last evaluation in this attempt; empty without an evaluation.
-    """
-    is_finished: bool
-    """False if the run stopped early. A run that stopped early can be resumed with the same
-    settings.
-    """
-    is_new: bool = True
-    """False if the run was already finished and this call did nothing."""
-    reason: str = ""
-    """Message of the InfraOutage that stopped the run; empty if no outage stopped it."""
-
-    def __str__(self) -> str:
-        if not self.is_finished:
-            return f"stopped at step {self.step} of {self.num_steps}; {self.reason or 'the same command resumes the run'}"
-        left = self.folder / FINAL_FOLDER if (self.folder / FINAL_FOLDER).exists() else self.folder
-        if self.step < self.num_steps:
-            return f"ended by a callback at step {self.step} of {self.num_steps}: {describe_evaluation(self.metrics)}; {left}"
-        return f"{'done' if self.is_new else f'{self.folder} is finished'}: {describe_evaluation(self.metrics)}; {left}"
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in RUN/checkpoints, oldest first.
-
-    Folders with names other than step_NUMBER are ignored.
-    """
-    return sorted(path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdecimal())
-
-
-def step_name(step: int) -> str:
-    """Return the folder name of the checkpoint that is saved after `step` steps."""
-    return f"step_{step:08d}"
-
-
-def step_of(checkpoint: Path) -> int:
-    """Parse the number of completed steps from the folder name of a published checkpoint."""
-    return int(checkpoint.name.removeprefix("step_"))
-
-
-def describe_evaluation(metrics: Mapping[str, float]) -> str:
-    """Return evaluation scores as text, such as `greedy 83.3%, sampled 74.3%`."""
-    rates = {kind: metrics.get(f"{kind}_success") for kind in ("greedy", "sampled")}
-    return ", ".join(f"{kind} {rate:.1%}" for kind, rate in rates.items() if rate is not None) or "not evaluated"
-
-
 def _evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
-
-
-@contextmanager
-def explain_write_errors(folder: Path) -> Iterator[None]:
-    """If the block raises an OSError, re-raise it with a message that names run.dir and the fix."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(write_error_line("run.dir", folder, error)) from error

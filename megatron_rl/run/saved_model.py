@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import require
+from megatron_rl.run.changed_settings import read_settings
 from megatron_rl.run.checkpoint_state import read_state
-from megatron_rl.run.directory import read_settings
-from megatron_rl.run.record import CHECKPOINTS_FOLDER, CONFIG_FILE, FINAL_FOLDER, list_checkpoints, step_name, step_of
+from megatron_rl.run.paths import CHECKPOINTS_FOLDER, CONFIG_FILE, FINAL_FOLDER, list_checkpoints, step_name, step_of
 from megatron_rl.weights.formats.digests import STATE
 from megatron_rl.weights.formats.open_checkpoint import find_hf_folder
 from megatron_rl.weights.formats.safetensors_folder import find_missing_file

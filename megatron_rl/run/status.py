@@ -22,9 +22,10 @@ from typing import Any
 from megatron_rl.io.bounded_files import flatten, is_regular, read_tail
 from megatron_rl.io.jsonl import read_json
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
-from megatron_rl.run.directory import ENDED, LOCK, read_settings
+from megatron_rl.run.changed_settings import read_settings
+from megatron_rl.run.directory import ENDED, LOCK
+from megatron_rl.run.paths import CHECKPOINTS_FOLDER, CONFIG_FILE, EVALUATION_FILE, FINAL_FOLDER, list_checkpoints
 from megatron_rl.run.process import LATEST
-from megatron_rl.run.record import CHECKPOINTS_FOLDER, CONFIG_FILE, EVALUATION_FILE, FINAL_FOLDER, list_checkpoints
 from megatron_rl.weights.formats.safetensors_folder import find_missing_file
 
 _FLOCK = struct.Struct("hhqqi4x")

@@ -21,7 +21,7 @@ from megatron_rl.config import (
     Settings,
     TeacherServerSettings,
 )
-from megatron_rl.run.record import History
+from megatron_rl.run.history import History
 from megatron_rl.training_loop import settings_at_step
 from megatron_rl.types import TokenSequence
 from tests.support.random_loss_inputs import make_loss_inputs, make_tensor

@@ -31,8 +31,8 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import image_keys_in, make_image_loader, read_recorded
 from megatron_rl.observe.rollout_store import image_keys_of_step, num_rows, read_columns, read_rollouts, write_step
 from megatron_rl.preflight.nodes import describe_path
+from megatron_rl.run.changed_settings import read_settings
 from megatron_rl.run.checkpoints import read_state
-from megatron_rl.run.directory import read_settings
 from megatron_rl.run.model_card import _metadata_of
 from megatron_rl.services.address import find_address
 from megatron_rl.types import Image, Rollout, TokenSequence

@@ -173,7 +173,7 @@ MUTANTS = (
     ),
     Mutant(
         "another lora.alpha is accepted",
-        "megatron_rl/run/directory.py",
+        "megatron_rl/run/changed_settings.py",
         '"run.max_failed_fraction", "run.max_logprob_abs_diff"',
         '"run.max_failed_fraction", "lora.alpha", "run.max_logprob_abs_diff"',
         "tests/run/test_directory.py",
@@ -208,7 +208,7 @@ MUTANTS = (
     ),
     Mutant(
         "a key that config.yaml lacks is no change",
-        "megatron_rl/run/directory.py",
+        "megatron_rl/run/changed_settings.py",
         "for key in sorted(old.keys() | new.keys()):",
         "for key in sorted(old.keys()):",
         "tests/run/test_directory.py -k only_one",

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 
 from megatron_rl.io.jsonl import read_lines
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.run.record import list_checkpoints
+from megatron_rl.run.paths import list_checkpoints
 from tests.conftest import SUPPORT
 from tests.support import fork_server
 from tests.support.server_engine_run import SERVER_ENGINE_OVERRIDES

@@ -27,7 +27,8 @@ from megatron_rl.rewards import judge_prompt
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.rewards.judge_prompt import load_judge_prompt, remove_image_placeholders
 from megatron_rl.rewards.rubrics import build_rubric
-from megatron_rl.run.record import History, Run
+from megatron_rl.run.history import History
+from megatron_rl.run.record import Run
 from megatron_rl.types import JudgeResult, Rollout
 from tests.rewards.test_rubrics import turn
 from tests.support.fake_judge_server import (

@@ -21,7 +21,7 @@ from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.errors import RunFailed
 from megatron_rl.run.checkpoint_state import InputDigests
 from megatron_rl.run.checkpoints import Checkpoints, CheckpointState, expired, find_checkpoint, list_checkpoints, read_state, write_state
-from megatron_rl.run.record import History
+from megatron_rl.run.history import History
 
 
 @pytest.fixture(scope="module", autouse=True)

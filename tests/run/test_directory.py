@@ -18,8 +18,9 @@ import yaml
 
 from megatron_rl.config import ListenerSettings, ModelSettings, OptimSettings, RunSettings, Settings, SftSettings, TaskSettings
 from megatron_rl.config.task_options import AlfworldOptions, LewisSpeakerOptions
+from megatron_rl.run.changed_settings import MUTABLE_KEYS, describe_changes, is_mutable_key
 from megatron_rl.run.checkpoint_state import CheckpointState, write_state
-from megatron_rl.run.directory import ENDED, LOCK, MUTABLE_KEYS, describe_changes, is_mutable_key, lock, locked, read_resume_state
+from megatron_rl.run.directory import ENDED, LOCK, lock, locked, read_resume_state
 from megatron_rl.run.status import RunState, read_status
 from tests.support.single_process_policy import single_process_world
 

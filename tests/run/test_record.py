@@ -21,7 +21,8 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.progress import ProgressDisplay
 from megatron_rl.observe.step_metrics import idle_metrics, merge_update_metrics, rollout_metrics, staleness_metrics
 from megatron_rl.run.failure_checks import check_failures, check_improvement
-from megatron_rl.run.record import History, Run
+from megatron_rl.run.history import History
+from megatron_rl.run.record import Run
 from megatron_rl.types import Rollout, Status, StopReason, ToolCall
 from tests.support.rollout_factory import make_rollout
 

@@ -31,7 +31,7 @@ from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.trainable_model import TrainableModel
 from megatron_rl.run.checkpoint_state import InputDigests
 from megatron_rl.run.checkpoints import Checkpoints, list_checkpoints
-from megatron_rl.run.record import History
+from megatron_rl.run.history import History
 from megatron_rl.training_loop import make_updaters
 from megatron_rl.types import MicroBatch
 from tests.support.parallel_layouts import LayoutCase, destroy_layout, make_example

@@ -64,7 +64,7 @@ def parse_model_spec(path: Path) -> None:
 
 
 def load_run_settings(path: Path) -> None:
-    from megatron_rl.run.directory import read_settings
+    from megatron_rl.run.changed_settings import read_settings
 
     str(read_settings(path))
 

@@ -25,7 +25,7 @@ from megatron_rl.errors import PeerLost
 from megatron_rl.rollout.manager import RunCallbacks
 from megatron_rl.run.checkpoint_state import InputDigests
 from megatron_rl.run.checkpoints import Checkpoints
-from megatron_rl.run.record import History
+from megatron_rl.run.history import History
 from megatron_rl.run.shutdown import StopSignal
 
 DELAY_S = 3.0
