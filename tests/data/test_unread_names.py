@@ -200,6 +200,14 @@ def test_columns_of_transcripts_that_are_read(tmp_path: Path) -> None:
     assert error.startswith("task.data.columns.ignored=messages: the column is read; ")
 
 
+def test_a_column_that_is_not_read_in_every_row_may_be_ignored(tmp_path: Path) -> None:
+    """The first row has an instruction next to its messages; in the second it is the prompt."""
+    rows = (TALK | {"instruction": "Be kind."}, {"instruction": "a", "output": "b"})
+    for each in (rows, rows[::-1]):
+        found = talks(tmp_path, *each, ignored=("instruction",))
+        assert (found.warnings, found.errors, found.num_replies) == ([], [], 2)
+
+
 def test_data_that_the_tools_make_is_quiet(tmp_path: Path) -> None:
     """The settings of the visual search experiment ignore `things`. No other column of the
     generated data is unread.

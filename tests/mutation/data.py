@@ -267,7 +267,7 @@ MUTANTS = (
         "megatron_rl/data/unread_names.py",
         "self._unread |= unread.keys()",
         "self._unread = {*unread}",
-        "tests/data/test_unread_names.py -k tools_make",
+        "tests/data/test_unread_names.py -k in_every_row",
     ),
     Mutant(
         "columns of transcripts that nothing reads are not named",
