@@ -17,7 +17,7 @@ from typing import cast
 import torch.distributed as dist
 
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, needs_reference
-from megatron_rl.algo.divergences import DIVERGENCES
+from megatron_rl.algo.divergences import make_divergence
 from megatron_rl.algo.rollout_correction import mismatch_warnings
 from megatron_rl.batching.privileged import PrivilegedPrompt
 from megatron_rl.config import DistillSettings, Settings
@@ -137,7 +137,7 @@ def make_teacher_term(distill: DistillSettings) -> TeacherTerm | None:
     """Return the divergence that a teacher adds to an update; None if it adds none."""
     if not distill.has_divergence:
         return None
-    return TeacherTerm(divergence=DIVERGENCES[distill.divergence](distill), top_k=distill.top_k if distill.support == "top_k" else 0)
+    return TeacherTerm(divergence=make_divergence(distill), top_k=distill.top_k if distill.support == "top_k" else 0)
 
 
 def merge_checkpoints_as_teacher(settings: Settings, layout: Layout, policy: Policy) -> None:

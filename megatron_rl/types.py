@@ -708,6 +708,10 @@ class LossInputs:
     """Divergence of the policy's next-token distribution from the teacher's, with gradient; None if
     the loss has no divergence over several outcomes (distill.support).
     """
+    clipped_R: torch.Tensor | None = None
+    """1.0 if distill.clip limits a term of the token's divergence, else 0.0; None if divergence_R
+    is None.
+    """
     logprob_scale_R: torch.Tensor | None = None
     """Factor by which each token's logprob is multiplied in the policy loss. None means a factor of
     1.

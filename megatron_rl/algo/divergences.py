@@ -13,9 +13,9 @@ import torch
 
 from megatron_rl.config import DistillSettings
 
-DivergenceFn = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""(log p, log q) -> f and g, elementwise. Constant multiples of p in g have no effect and are left
-out.
+DivergenceFn = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+"""(log p, log q) -> f and g, elementwise, and with a clip the mask of the clipped terms. Constant
+multiples of p in g have no effect and are left out.
 """
 
 
@@ -49,3 +49,22 @@ DIVERGENCES: Mapping[str, Callable[[DistillSettings], DivergenceFn]] = {
     "jsd": lambda distill: partial(jsd, beta=distill.jsd_beta),
 }
 """Functions that return a divergence with its constants, keyed by distill.divergence."""
+OMITTED = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.0}
+"""Multiple of p that g leaves out, keyed by distill.divergence."""
+
+
+def clip_terms(log_p: torch.Tensor, log_q: torch.Tensor, *, terms: DivergenceFn, limit: float, omitted: float) -> tuple[torch.Tensor, ...]:
+    """Return the terms min(f, limit) of a divergence, their g, and the mask of the clipped terms.
+
+    With c = `omitted`, the derivative of an unclipped term is g + c p, and that of a clipped one is
+    0. The multiple c p of all outcomes is left out again, so that g of a clipped term is -c p.
+    """
+    term, grad = terms(log_p, log_q)
+    is_clipped = term > limit
+    return term.clamp(max=limit), grad.where(~is_clipped, -omitted * log_p.exp()), is_clipped
+
+
+def make_divergence(distill: DistillSettings) -> DivergenceFn:
+    """Return the divergence of the settings, with its constants and its clip."""
+    terms = DIVERGENCES[distill.divergence](distill)
+    return partial(clip_terms, terms=terms, limit=distill.clip, omitted=OMITTED[distill.divergence]) if distill.clip else terms

@@ -66,6 +66,8 @@ def make_sft_objective(*, distill: DistillTerm | None = None, teacher_alone: boo
             divergence_R = distill.divergence(rows)
             loss_R = loss_R + distill.coef * divergence_R
             sums |= {"distill/divergence": divergence_R.detach().sum(), "sft/nll": -rows.logprob_R.detach().sum()}
+            if rows.clipped_R is not None:
+                sums["distill/clipped_fraction"] = rows.clipped_R.sum()
         return (rows.weight_R * loss_R).sum(), LossMetrics(sums=sums, maxima={})
 
     return loss
@@ -114,6 +116,8 @@ def policy_metrics(
         sums["distill/reverse_kl"] = (rows.logprob_R - rows.teacher_logprob_R).sum()
     if rows.divergence_R is not None:
         sums["distill/divergence"] = rows.divergence_R.sum()
+    if rows.clipped_R is not None:
+        sums["distill/clipped_fraction"] = rows.clipped_R.sum()
     if rows.on_policy_R is not None:
         sums["rollout/on_policy_fraction"] = rows.on_policy_R.to(gap_R.dtype).sum()
     if algo.rollout_correction != "none":

@@ -194,11 +194,12 @@ def _join(segments: list[Segment], *, denominator: int, teacher: int, device: to
 
 def make_loss_inputs(
     batch: MicroBatch, rows_R: torch.Tensor, logprob_R: torch.Tensor, entropy_R: torch.Tensor, *,
-    divergence_R: torch.Tensor | None = None, values: ValueLossInputs | None = None,
+    divergence: Sequence[torch.Tensor] = (), values: ValueLossInputs | None = None,
 ) -> LossInputs:  # fmt: skip
     """Return the loss inputs for a micro-batch.
 
-    `rows_R` contains the indices of the entries with a sampled target. If the micro-batch has no
+    `rows_R` contains the indices of the entries with a sampled target, and `divergence` the columns
+    of a comparison with a teacher (TeacherComparison), or nothing. If the micro-batch has no
     old logprobs, the detached current logprobs are used instead. If it has no teacher, although
     others have one, the policy takes the teacher's place, so that the terms of the loss are 0.
     """
@@ -216,7 +217,8 @@ def make_loss_inputs(
         sequence_R=batch.sequence_T[rows_R],
         turn_R=turn_ids(rows_R),
         teacher_logprob_R=of_teacher_R,
-        divergence_R=divergence_R,
+        divergence_R=divergence[0] if divergence else None,
+        clipped_R=divergence[1] if divergence else None,
         logprob_scale_R=None if coefficient_T is None else coefficient_T[rows_R],
         on_policy_R=None if current_T is None else current_T[rows_R],
         values=values,

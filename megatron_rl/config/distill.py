@@ -82,6 +82,9 @@ class DistillSettings:
     an estimate from the sampled token alone."""
     top_k: int = 64
     """Number of the teacher's tokens with distill.support=top_k."""
+    clip: float = 0.0
+    """Upper limit of each outcome's term in the divergence; terms above it are constant, so that
+    they have no gradient. 0 clips nothing."""
     jsd_beta: float = 0.5
     """Weight of the teacher in the mixture of distill.divergence=jsd; near 0, the gradient is that
     of forward_kl, and near 1, that of reverse_kl."""
@@ -96,10 +99,14 @@ class DistillSettings:
         remedy = "requires a distill.final_coef, and distill.final_coef requires distill.decay_steps"
         require((self.decay_steps > 0) == (final != -1), "distill.decay_steps", self.decay_steps, remedy)
         require(self.top_k >= 1, "distill.top_k", self.top_k, "must be at least 1")
+        require(0 <= self.clip < math.inf, "distill.clip", self.clip, "must be a finite, positive number, or 0 to clip nothing")
         require(0 < self.jsd_beta < 1, "distill.jsd_beta", self.jsd_beta, "must be in (0, 1); forward_kl and reverse_kl are its limits")
         in_loss, remedy = self.apply_to == "loss", "has no effect with distill.apply_to=reward, a reverse KL divergence; leave it out"
         require(in_loss or self.divergence == "reverse_kl", "distill.divergence", self.divergence, remedy)
         require(in_loss or self.support == "full", "distill.support", self.support, remedy)
+        require(in_loss or self.clip == 0, "distill.clip", self.clip, remedy)
+        remedy = "clips the terms of a sum over outcomes, and distill.support=sampled has none; use full or top_k, or leave it out"
+        require(self.support != "sampled" or self.clip == 0, "distill.clip", self.clip, remedy)
         remedy = "distill.support=sampled estimates reverse_kl and forward_kl; use full or top_k"
         require(self.support != "sampled" or self.divergence != "jsd", "distill.divergence", self.divergence, remedy)
         for key, default in UNUSED.items() if not self.has_teacher else ():

@@ -13,8 +13,10 @@ import torch.distributed as dist
 
 from megatron_rl.policy.logprobs import row_log_sum, scaled_logits
 
-DivergenceFn = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""(log p, log q) -> terms f of the divergence, and g = dD / d log p (algo/divergences.py)."""
+DivergenceFn = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+"""(log p, log q) -> terms f of the divergence, g = dD / d log p, and with a clip the mask of the
+clipped terms (algo/divergences.py).
+"""
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A tensor of the policy, and the same of the teacher."""
 MIN_TAIL = 1e-30
@@ -47,11 +49,14 @@ class VocabDivergence:
     are one outcome. 0 makes every token an outcome of its own.
     """
 
-    def __call__(self, logits_RV: torch.Tensor, teacher_logits_RV: torch.Tensor, top_RV: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the divergence of each row, fp32 [R], equal on every tensor-parallel rank.
+    def __call__(
+        self, logits_RV: torch.Tensor, teacher_logits_RV: torch.Tensor, top_RV: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the divergence of each row, and 1.0 for each row with a clipped term, else 0.0.
 
-        The function is differentiable with respect to `logits_RV`. Each rank receives the gradient
-        of its own part of the vocabulary. `top_RV` is the mask of the top tokens if it is known.
+        Both are fp32 [R] and equal on every tensor-parallel rank. The divergence is differentiable
+        with respect to `logits_RV`. Each rank receives the gradient of its own part of the
+        vocabulary. `top_RV` is the mask of the top tokens if it is known.
         """
         return _Divergence.apply(logits_RV, teacher_logits_RV.detach(), top_RV, self)
 
@@ -89,7 +94,7 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, logits_RV: torch.Tensor, teacher_logits_RV: torch.Tensor, top_RV: torch.Tensor | None, how: VocabDivergence,  # noqa: ANN001
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         row_sums, _ = _COMPILED if logits_RV.is_cuda else _EAGER
         log_sums = (how.log_sum(logits_RV), how.log_sum(teacher_logits_RV))
         if top_RV is None and how.top_k:
@@ -97,20 +102,23 @@ class _Divergence(torch.autograd.Function):
         sums = row_sums((logits_RV, teacher_logits_RV), how.banned_V, how.temperature, log_sums, top_RV, how.terms)
         if how.group.size() > 1:
             dist.all_reduce(sums, group=how.group)
-        divergence_R, total_R, tail_p_R, tail_q_R = sums
+        divergence_R, total_R, tail_p_R, tail_q_R, num_clipped_R = sums
         ratio_R = torch.zeros_like(total_R)
         if top_RV is not None:
             tail_p_R, tail_q_R = tail_p_R.clamp(min=MIN_TAIL), tail_q_R.clamp(min=MIN_TAIL)
-            term_R, grad_R = how.terms(tail_p_R.log(), tail_q_R.log())
+            term_R, grad_R, *clipped = how.terms(tail_p_R.log(), tail_q_R.log())
             divergence_R, total_R, ratio_R = divergence_R + term_R, total_R + grad_R, grad_R / tail_p_R
+            num_clipped_R = sum(clipped, num_clipped_R)
         ctx.save_for_backward(logits_RV, teacher_logits_RV, *log_sums, total_R, ratio_R, top_RV)
         ctx.how = how
-        return divergence_R
+        has_clipped_R = num_clipped_R.clamp(max=1)
+        ctx.mark_non_differentiable(has_clipped_R)
+        return divergence_R, has_clipped_R
 
     @staticmethod
-    def backward(ctx, grad_R: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # noqa: ANN001
+    def backward(ctx, grad_R: torch.Tensor, _: None) -> tuple[torch.Tensor, None, None, None]:  # noqa: ANN001
         logits_RV, teacher_logits_RV, log_sum_R, teacher_log_sum_R, total_R, ratio_R, top_RV = ctx.saved_tensors
-        _, gradient = _COMPILED if logits_RV.is_cuda else _EAGER
+        gradient = (_COMPILED if logits_RV.is_cuda else _EAGER)[1]
         how: VocabDivergence = ctx.how
         logits, log_sums = (logits_RV, teacher_logits_RV), (log_sum_R, teacher_log_sum_R)
         return gradient(logits, how.banned_V, how.temperature, log_sums, top_RV, how.terms, total_R, ratio_R, grad_R), None, None, None
@@ -119,19 +127,21 @@ class _Divergence(torch.autograd.Function):
 def _row_sums(
     logits: Pair, banned_V: torch.Tensor, temperature: float, log_sums: Pair, top_RV: torch.Tensor | None, terms: DivergenceFn,
 ) -> torch.Tensor:  # fmt: skip
-    """Return sums over this rank's vocabulary as [4, R].
+    """Return sums over this rank's vocabulary as [5, R].
 
-    The sums are f and g over the tokens that are outcomes of their own, and the probabilities of
-    the tail under the policy and under the teacher.
+    The sums are f and g over the tokens that are outcomes of their own, the probabilities of the
+    tail under the policy and under the teacher, and the number of clipped terms.
     """
     log_p_RV, log_q_RV = (scaled_logits(x_RV, banned_V, temperature) - sum_R[:, None] for x_RV, sum_R in zip(logits, log_sums, strict=True))
-    term_RV, grad_RV = terms(log_p_RV, log_q_RV)
+    term_RV, grad_RV, *clipped = terms(log_p_RV, log_q_RV)
+    none_R = torch.zeros_like(log_sums[0])
     if top_RV is None:
-        none_R = torch.zeros_like(log_sums[0])
-        return torch.stack([term_RV.sum(-1), grad_RV.sum(-1), none_R, none_R])
+        num_R = clipped[0].sum(-1).to(none_R.dtype) if clipped else none_R
+        return torch.stack([term_RV.sum(-1), grad_RV.sum(-1), none_R, none_R, num_R])
+    num_R = (clipped[0] & top_RV).sum(-1).to(none_R.dtype) if clipped else none_R
     own = [x_RV.where(top_RV, 0.0).sum(-1) for x_RV in (term_RV, grad_RV)]
     tails = [log_RV.exp().where(~top_RV, 0.0).sum(-1) for log_RV in (log_p_RV, log_q_RV)]
-    return torch.stack([*own, *tails])
+    return torch.stack([*own, *tails, num_R])
 
 
 def _logit_gradient(

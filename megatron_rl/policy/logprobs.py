@@ -25,8 +25,10 @@ class TeacherComparison:
     """Tensors with one row per sampled token that determine the teacher's distributions, such as
     final hidden states [R, H].
     """
-    divergence: Callable[..., torch.Tensor]
-    """Computes the divergence [R] from the policy's logits [R, V] and the rows of `columns`."""
+    divergence: Callable[..., tuple[torch.Tensor, ...]]
+    """Computes the divergence [R], and 1.0 for each row with a clipped term, from the policy's
+    logits [R, V] and the rows of `columns`.
+    """
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,7 +54,8 @@ class TokenDistribution:
         token ids; they need not belong to this rank's part of the vocabulary. `head` computes the
         logits [*, V] of hidden states. With more than `rows_per_block` rows, the logits of each
         block are recomputed in the backward pass, so that the logits of only one block are in
-        memory at a time. With `compare`, the divergence of each row from a teacher is returned too.
+        memory at a time. With `compare`, the divergence of each row from a teacher and its clip are
+        returned too.
         """
 
         def block(hidden: torch.Tensor, target: torch.Tensor, *teacher: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -60,7 +63,7 @@ class TokenDistribution:
             found = vocab_parallel_logprobs(
                 logits, target, banned_V=self.banned_V, temperature=self.temperature, first_id=self.first_id, group=self.group
             )
-            return found if compare is None else (*found, compare.divergence(logits, *teacher))
+            return found if compare is None else (*found, *compare.divergence(logits, *teacher))
 
         rows = (hidden_RH, target_R) if compare is None else (hidden_RH, target_R, *compare.columns)
         if target_R.numel() <= self.rows_per_block:

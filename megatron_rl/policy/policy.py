@@ -213,7 +213,7 @@ class Policy(TrainableModel):
             seen_RH = hidden_RH.detach() + 0.0 * hidden_RH if value_head_only else hidden_RH
             values = self._value_loss_inputs(batch, rows_R, seen_RH) if has_values else None
             logprob_R, entropy_R, *divergence = self._logprob_and_entropy(batch, rows_R, hidden_RH, teachers=self.teachers)
-            rows = make_loss_inputs(batch, rows_R, logprob_R, entropy_R, divergence_R=divergence[0] if divergence else None, values=values)
+            rows = make_loss_inputs(batch, rows_R, logprob_R, entropy_R, divergence=divergence, values=values)
             if record is not None:
                 record(batch, rows_R, rows)
             value, metrics = loss(rows)
@@ -232,7 +232,7 @@ class Policy(TrainableModel):
         compare = compare_with_teacher(teachers, batch)
         found = self.distribution(self.network.chunks[-1].head, hidden_RH, batch.target_T[rows_R], compare)
         lacks = batch.teacher < 0 and any(teacher.has_divergence for teacher in teachers)
-        return (*found, 0.0 * found[0]) if lacks else found  # every loss needs a gradient
+        return (*found, 0.0 * found[0], torch.zeros_like(found[0])) if lacks else found  # every loss needs a gradient
 
     def teach_itself(self) -> None:
         """Use the current weights as the teacher of the next updates."""

@@ -41,7 +41,7 @@ class ServerTeacher:
             top = (torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 1))
         return TeacherComparison(columns=tuple(column.to(device, non_blocking=True) for column in top), divergence=self._diverge)
 
-    def _diverge(self, logits_RV: torch.Tensor, ids_RK: torch.Tensor, logprob_RK: torch.Tensor) -> torch.Tensor:
+    def _diverge(self, logits_RV: torch.Tensor, ids_RK: torch.Tensor, logprob_RK: torch.Tensor) -> tuple[torch.Tensor, ...]:
         log_q_RV, top_RV = self.spread_tail(ids_RK, logprob_RK)
         return self._divergence(logits_RV, log_q_RV * self._policy.temperature, top_RV)  # the divergence divides both by it
 

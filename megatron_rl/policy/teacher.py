@@ -151,7 +151,7 @@ class Teacher:
         hidden_RH = hidden_RH.to(self._output_VH.device, non_blocking=True)
         return TeacherComparison(columns=(hidden_RH,), divergence=self._diverge)
 
-    def _diverge(self, logits_RV: torch.Tensor, hidden_RH: torch.Tensor) -> torch.Tensor:
+    def _diverge(self, logits_RV: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, ...]:
         assert self._divergence is not None
         return self._divergence(logits_RV, self.logits(hidden_RH))
 

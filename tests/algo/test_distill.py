@@ -37,14 +37,16 @@ def test_the_coefficient_changes_linearly() -> None:
 def test_the_divergence_is_added_to_the_loss_by_hand() -> None:
     """Two tokens with weights 1 and 2 and advantages 0: the loss is the weighted divergence, 0.5 *
     (1 * 3 + 2 * 0.25), and its gradient 0.5 times the weights."""
-    rows = make_loss_inputs([0.0, 0.0], [0.0, 0.0], weight=[1.0, 2.0], divergence=[3.0, 0.25], teacher_logprob=[-1.5, -2.5])
+    rows = make_loss_inputs(
+        [0.0, 0.0], [0.0, 0.0], weight=[1.0, 2.0], divergence=[3.0, 0.25], clipped=[1.0, 0.0], teacher_logprob=[-1.5, -2.5]
+    )
     assert rows.divergence_R is not None
     rows.divergence_R.requires_grad_()
     term = make_distill_term(DistillSettings(teacher="t", coef=0.5), step=0)
     loss, metrics = make_policy_objective(AlgoSettings(name="distill"), distill=term)(rows)
     loss.backward()
     assert (loss.item(), rows.divergence_R.grad.tolist()) == (1.75, [0.5, 1.0])
-    assert metrics.sums["distill/divergence"].item() == 3.25
+    assert metrics.sums["distill/divergence"].item() == 3.25 and metrics.sums["distill/clipped_fraction"].item() == 1.0
     assert metrics.sums["distill/reverse_kl"].item() == 1.0  # -1 + 1.5 and -2 + 2.5
 
 
@@ -114,6 +116,10 @@ def test_the_algorithm_has_no_advantages() -> None:
         ({"apply_to": "reward", "divergence": "jsd"}, "distill.divergence=jsd"),
         ({"apply_to": "reward", "support": "top_k"}, "distill.support=top_k"),
         ({"support": "sampled", "divergence": "jsd"}, "distill.divergence=jsd"),
+        ({"clip": -0.1}, "distill.clip=-0.1: must be a finite, positive number, or 0 to clip nothing"),
+        ({"clip": math.inf}, "distill.clip=inf"),
+        ({"support": "sampled", "clip": 0.1}, "distill.clip=0.1: clips the terms of a sum over outcomes"),
+        ({"apply_to": "reward", "clip": 0.1}, "distill.clip=0.1: has no effect with distill.apply_to=reward"),
     ],
 )
 def test_bad_settings_are_one_line(given: dict, message: str) -> None:

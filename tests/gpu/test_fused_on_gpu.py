@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_rl.algo.divergences import DIVERGENCES
+from megatron_rl.algo.divergences import make_divergence
 from megatron_rl.config import DistillSettings
 from megatron_rl.memory_plan.activations import VALUES_PER_LOGIT
 from megatron_rl.policy.divergence import VocabDivergence
@@ -66,8 +66,8 @@ def test_the_activation_is_plain_torchs(width: int) -> None:
         assert_near(*found, bound=3e-3)
 
 
-@pytest.mark.parametrize(("name", "top_k"), [("reverse_kl", 0), ("jsd", 64)])
-def test_divergences_are_those_of_a_cpu(world: None, name: str, top_k: int) -> None:
+@pytest.mark.parametrize(("name", "top_k", "clip"), [("reverse_kl", 0, 0.0), ("jsd", 64, 0.0), ("reverse_kl", 64, 0.01)])
+def test_divergences_are_those_of_a_cpu(world: None, name: str, top_k: int, clip: float) -> None:
     """Divergences from a teacher near the policy, and their gradients, equal those of a CPU.
 
     Both are computed in fp32. If the two distributions have hardly a token in common, gradients
@@ -77,14 +77,14 @@ def test_divergences_are_those_of_a_cpu(world: None, name: str, top_k: int) -> N
     teacher = logits + torch.randn(64, VOCABULARY)
     banned, found = torch.zeros(VOCABULARY, dtype=torch.bool), []
     banned[-9:] = True
-    settings, weight = DistillSettings(teacher="unused", divergence=name), torch.randn(64)
+    settings, weight = DistillSettings(teacher="unused", divergence=name, clip=clip), torch.randn(64)
     for device in ("cuda", "cpu"):
         divergence = VocabDivergence(
-            terms=DIVERGENCES[name](settings), banned_V=banned.to(device), temperature=0.9, group=dist.group.WORLD, top_k=top_k
+            terms=make_divergence(settings), banned_V=banned.to(device), temperature=0.9, group=dist.group.WORLD, top_k=top_k
         )
         given = logits.to(device).requires_grad_()
-        value = divergence(given, teacher.to(device))
-        found.append([value, *torch.autograd.grad((weight.to(device) * value).sum(), given)])
+        value, clipped = divergence(given, teacher.to(device))
+        found.append([value + clipped, *torch.autograd.grad((weight.to(device) * value).sum(), given)])
     assert_near(*found, bound=1e-5)
 
 

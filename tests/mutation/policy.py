@@ -249,6 +249,27 @@ MUTANTS = (
         "tests/policy/test_divergence.py",
     ),
     Mutant(
+        "a clipped term of the reverse KL divergence keeps the multiple of p that others leave out",
+        "megatron_rl/algo/divergences.py",
+        "-omitted * log_p.exp()",
+        "0.0",
+        "tests/policy/test_divergence.py -k clipped",
+    ),
+    Mutant(
+        "clipped terms keep their gradient",
+        "megatron_rl/algo/divergences.py",
+        "grad.where(~is_clipped, -omitted * log_p.exp())",
+        "grad",
+        "tests/policy/test_divergence.py -k clipped",
+    ),
+    Mutant(
+        "a clipped tail is not counted",
+        "megatron_rl/policy/divergence.py",
+        "            num_clipped_R = sum(clipped, num_clipped_R)\n",
+        "",
+        "tests/policy/test_divergence.py -k clipped",
+    ),
+    Mutant(
         "a divergence's gradient lacks the normalizer",
         "megatron_rl/policy/divergence.py",
         "(outcome_RV - total_R[:, None] * p_RV)",

@@ -18,11 +18,11 @@ from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import SUPPORT
-from tests.policy.test_divergence import FORMULAS
+from tests.policy.test_divergence import FORMULAS, TERMS
 from tests.support.hf_reference import TEMPERATURE, compute_logits, relative_error, to_released_form
 from tests.support.indivisible_vocabulary import add_tokens
 from tests.support.packed_example import make_example_items
-from tests.support.teacher_layouts import CASES, TEACHERS, privileged_item
+from tests.support.teacher_layouts import CASES, CLIP, TEACHERS, privileged_item
 
 pytestmark = pytest.mark.timeout(900)
 ONE, FOUR = ["1,1,1,0,none,odd"], ["2,2,2,1,full,odd", "2,1,1,0,none,odd"]
@@ -122,7 +122,7 @@ class Truth:
             assert (best[:, -2] - best[:, -1]).min() > 1e-4, "rounding does not change the top tokens"
             top = q.topk(top_k, -1).indices
             p, q = (torch.cat([x.gather(1, top), 1 - x.gather(1, top).sum(-1, keepdim=True)], 1) for x in (p, q))
-        return FORMULAS[name](p, q), logprob
+        return TERMS["reverse_kl"](p, q).clamp(max=CLIP).sum(-1) if name == "clipped" else FORMULAS[name](p, q), logprob
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +138,7 @@ def test_logprobs_and_divergences_are_those_of_hf(layout: str, results: dict, tr
     for name in CASES:
         assert truth.divergences[name].mean() > 0.1, "the models differ"
         assert (result[name] / truth.divergences[name] - 1).abs().max() <= 1e-5, name
+    assert 0 < result["clipped_rows"].mean() < 1 and not any(result[f"{name}_rows"].any() for name in CASES if name != "clipped")
 
 
 @pytest.mark.parametrize("cut", ["one", "each"])

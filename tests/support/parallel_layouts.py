@@ -110,7 +110,7 @@ def compute_gradients(policy: Policy, batches: list[MicroBatch], loss: Loss = we
 
     def summed(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
         logprob_R, entropy_R, *divergence = policy._logprob_and_entropy(batch, rows_R, hidden_RH, teachers=policy.teachers)
-        value, _ = loss(make_loss_inputs(batch, rows_R, logprob_R, entropy_R, divergence_R=divergence[0] if divergence else None))
+        value, _ = loss(make_loss_inputs(batch, rows_R, logprob_R, entropy_R, divergence=divergence))
         return value, value.new_full((), batch.denominator, dtype=torch.int), {}
 
     for chunk in policy.network.chunks:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algo.distill import DistillTerm, read_divergence
-from megatron_rl.algo.divergences import DIVERGENCES
+from megatron_rl.algo.divergences import DIVERGENCES, make_divergence
 from megatron_rl.algo.objective import make_sft_objective
 from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.batching.packing import pack
@@ -32,8 +32,10 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import LossInputs, LossMetrics
 from tests.support.parallel_layouts import LayoutCase, compute_gradients, destroy_layout, make_example, make_policy
 
-CASES = {"reverse_kl": 0, "forward_kl": 12, "jsd": 0}
-"""Number of top tokens of each tested divergence; 0 for the whole vocabulary."""
+CASES = {"reverse_kl": 0, "forward_kl": 12, "jsd": 0, "clipped": 0}
+"""Number of top tokens of each tested divergence; 0 for the whole vocabulary. `clipped` is the
+reverse KL divergence with terms of at most CLIP."""
+CLIP = 2.0
 BETA = 0.3
 TEACHERS = (0, 1, 1, 0, 1, -1, 1)
 """Teacher of each sequence of the example if two teachers are used. Two sequences of the second
@@ -49,19 +51,21 @@ def run_layout(student: Path, teacher: Path, second: Path, out: Path, text: str)
     whole = pack(contexts, image_token_id=renderer.image_token_id, positions=read_spec(student).rope_positions, multiple_of=case.tp)
     result: dict[str, object] = {"mask": whole.mask_T}
     for name, top_k in CASES.items():
-        terms = DIVERGENCES[name](DistillSettings(teacher=str(teacher), divergence=name, jsd_beta=BETA))
+        how = {"divergence": "reverse_kl", "clip": CLIP} if name == "clipped" else {"divergence": name}
+        terms = make_divergence(DistillSettings(teacher=str(teacher), jsd_beta=BETA, **how))
         model = load_teacher_model(str(teacher), layout, dtype="float32")
         policy.teachers = [Teacher(model, layout, policy=policy.distribution, term=TeacherTerm(divergence=terms, top_k=top_k))]
         seen: list[torch.Tensor] = []
 
         def distill(rows: LossInputs, seen: list[torch.Tensor] = seen) -> tuple[torch.Tensor, LossMetrics]:
-            assert rows.divergence_R is not None
+            assert rows.divergence_R is not None and rows.clipped_R is not None
             seen.append(rows.divergence_R.detach())
+            seen.append(rows.clipped_R)
             return (rows.weight_R * rows.divergence_R).sum(), LossMetrics(sums={}, maxima={})
 
         result["logprobs"] = policy.logprobs([whole], weights="teacher")[0]
         compute_gradients(policy, [whole] * layout.vpp, distill)  # an interleaved pipeline needs a multiple of pp micro-batches
-        result[name] = torch.cat(seen[:1]) if seen else None
+        result[name], result[f"{name}_rows"] = seen[:2] if seen else (None, None)
         for cut, max_tokens in (("one", 10_000), ("each", 1)):
             batches = policy.pack(contexts, max_tokens=max_tokens)
             policy.logprobs(batches, weights="teacher")
