@@ -53,8 +53,8 @@ class LoraSettings:
     dropout: float = 0.0
     """Dropout probability on the inputs of the adapters; must be 0 in stage=rl."""
     targets: list[str] = field(default_factory=lambda: ["attention", "mlp"])
-    """Linear layers with adapters: any of attention and mlp (in the language model), vision (the
-    vision blocks) and projector (the merger)."""
+    """Linear layers with adapters: any of attention (in the language model, gated delta nets
+    included), mlp, vision (the vision blocks) and projector (the merger)."""
     path: str = ""
     """PEFT directory with the initial weights of the adapters; its rank, alpha and targets must
     match these settings."""

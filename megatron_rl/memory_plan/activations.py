@@ -280,7 +280,7 @@ def decoder_layer_bytes(
         attention = delta.inside + delta.around
     elif model.family.has_qk_norm:
         norms += 2 * (query + key) * itemsize + 4 * (model.num_heads + model.num_kv_heads) / tp
-    adapters = lora.rank * 7 * itemsize
+    adapters = lora.rank * (8 if is_linear else 7) * itemsize  # one projection has one A
     return norms + attention + _mlp_bytes(model, parallel, itemsize=itemsize)[0] + adapters
 
 

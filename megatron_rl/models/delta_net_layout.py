@@ -55,8 +55,12 @@ def delta_net_mappings(mcore: str, hf: str, stage: str, spec: DeltaNetSpec) -> l
 
 def fuse_by_key_head(tensors: Tensors, spec: DeltaNetSpec) -> torch.Tensor:
     """Sort rows by key head; the first tensor has the rows of queries, keys and values."""
-    parts = (*tensors[0].split(spec.convolved_sizes), *tensors[1:])
-    return torch.cat([part.reshape(spec.num_key_heads, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
+    return interleave_key_heads((*tensors[0].split(spec.convolved_sizes), *tensors[1:]), spec.num_key_heads)
+
+
+def interleave_key_heads(parts: Tensors, num_key_heads: int) -> torch.Tensor:
+    """Sort the rows of all parts by key head; the rows of each part are sorted already."""
+    return torch.cat([part.reshape(num_key_heads, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
 
 
 def split_projections(fused: torch.Tensor, spec: DeltaNetSpec) -> Tensors:

@@ -8,6 +8,7 @@ linear_qkv, tensor-parallel ranks therefore have contiguous rows. These two have
 Megatron's order is incomplete instead of misread.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -54,7 +55,11 @@ class GatedDeltaNet(MegatronModule):
     output gates [R * E each], and the learning rates and decays [R each] of its R value heads.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection, **_: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection, *,
+        in_proj: Callable[..., Any] = ColumnParallelLinear, out_proj: Callable[..., Any] = RowParallelLinear, **_: object,
+    ) -> None:  # fmt: skip
+        """Create the parameters; `in_proj` and `out_proj` build the linear layers."""
         super().__init__(config=config)
         self.tp_group = tp_group = cast("Any", pg_collection).tp
         sizes = cast("Any", config)
@@ -67,7 +72,7 @@ class GatedDeltaNet(MegatronModule):
         rows = convolved + self.ratio * (self.value_dim + 2)
         assert config.init_method is not None and config.output_layer_init_method is not None
         options: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": tp_group}
-        self.in_proj_by_head = ColumnParallelLinear(
+        self.in_proj_by_head = in_proj(
             config.hidden_size, sizes.linear_num_key_heads * rows, init_method=config.init_method, gather_output=False, **options
         )
         channels = self.num_key_heads * convolved
@@ -77,7 +82,7 @@ class GatedDeltaNet(MegatronModule):
         heads = self.num_key_heads * self.ratio
         self.dt_bias, self.A_log = (nn.Parameter(torch.empty(heads, dtype=config.params_dtype)) for _ in range(2))
         self.out_norm = OutputNorm(self.value_dim, config, tp_group)
-        self.out_proj = RowParallelLinear(
+        self.out_proj = out_proj(
             values, config.hidden_size, init_method=config.output_layer_init_method, input_is_parallel=True, skip_bias_add=True, **options
         )
         self.recomputes = config.recompute_granularity == "selective"
@@ -134,14 +139,16 @@ class GatedSelfAttention(SelfAttention):
         return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
 
 
-def with_delta_net(layer: ModuleSpec) -> ModuleSpec:
+def with_delta_net(layer: ModuleSpec, linears: Mapping[str, Callable[..., nn.Module]]) -> ModuleSpec:
     """Return the spec of a layer with a gated delta net instead of attention.
 
-    In checkpoints, the norm of the layer's input keeps its name (ParamMapping.checkpoint_key).
+    `linears` contains arguments of GatedDeltaNet that replace its linear layers. In checkpoints,
+    the norm of the layer's input keeps its name (ParamMapping.checkpoint_key).
     """
     parts = cast("Any", layer.submodules)
     keys = {name: key for name, key in parts.sharded_state_dict_keys_map.items() if not name.startswith("input_layernorm")}
-    return replace(layer, submodules=replace(parts, self_attention=ModuleSpec(GatedDeltaNet), sharded_state_dict_keys_map=keys))
+    net = ModuleSpec(GatedDeltaNet, params=dict(linears))
+    return replace(layer, submodules=replace(parts, self_attention=net, sharded_state_dict_keys_map=keys))
 
 
 def delta_net_config(spec: ModelSpec) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron_rl.compat.megatron_cpu import with_megatron_on_cpu
 from megatron_rl.config import LoraSettings
 from megatron_rl.dtypes import torch_dtype
+from megatron_rl.models.adapter_mapping import adapter_table
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import ParamMapping
 from megatron_rl.policy.lora import check_adapter_targets
@@ -17,7 +18,7 @@ from megatron_rl.policy.transformer import HeadConfig, ModelChunks, build_chunks
 from megatron_rl.weights.formats.base_digest import check_base
 from megatron_rl.weights.formats.checkpoint_source import describe_skipped
 from megatron_rl.weights.formats.open_checkpoint import open_source
-from megatron_rl.weights.formats.peft import adapter_table, init_adapters, load_peft, read_peft_config
+from megatron_rl.weights.formats.peft import init_adapters, load_peft, read_peft_config
 from megatron_rl.weights.stream import ShardLocation, is_of_output_layer, load_hf
 
 
@@ -60,9 +61,7 @@ def load_model(
     load_hf(chunks, rows, placement, source.read)
     targets = lora.targets if lora.rank else []
     vision_names = [row.mcore_name.removeprefix("vision.") for row in rows if row.mcore_name.startswith("vision.")]
-    adapter_rows = adapter_table(
-        targets=targets, num_layers=spec.num_layers, vision_names=vision_names, vision_lora=spec.family.vision_lora_patterns
-    )
+    adapter_rows = adapter_table(spec, targets=targets, vision_names=vision_names)
     if lora.path:
         warning = check_base(read_peft_config(Path(lora.path), key="lora.path"), source, key="lora.path", adapter=lora.path)
         if warning and dist.get_rank() == 0:

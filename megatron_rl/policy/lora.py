@@ -35,10 +35,11 @@ from torch import nn
 from torch.nn.functional import dropout, linear
 
 from megatron_rl.config import LoraSettings, require
+from megatron_rl.models.adapter_mapping import is_vision_target, projection_name
+from megatron_rl.models.delta_net_layout import interleave_key_heads
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import AttentionHeads, Tensors, fuse_halves, fuse_qkv
 from megatron_rl.policy.parallel import rng_tracker
-from megatron_rl.weights.formats.peft import is_vision_target, projection_name
 
 FuseFn = Callable[[Tensors], torch.Tensor]
 ExchangeFn = Callable[[torch.Tensor], torch.Tensor]
@@ -207,15 +208,9 @@ class LoraLinear(nn.Linear):
 
 
 def check_adapter_targets(lora: LoraSettings, model: ModelSpec, *, key: str) -> None:
-    """Raise ValueError if the targets include experts or gated attention.
-
-    `key` is the setting of the targets.
-    """
+    """Raise ValueError if the targets include experts; `key` is the setting of the targets."""
     has_experts = lora.rank > 0 and "mlp" in lora.targets and model.experts is not None
     require(not has_experts, key, lora.targets, "adapters on experts are not supported; leave mlp out")
-    is_gated = lora.rank > 0 and "attention" in lora.targets and model.delta_net is not None
-    remedy = "adapters on gated attention and gated delta nets are not supported; leave attention out"
-    require(not is_gated, key, lora.targets, remedy)
 
 
 def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfig) -> None:
@@ -236,11 +231,35 @@ def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfi
     parts = cast("Any", layer.submodules)
     attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
     if "attention" in lora.targets:
-        outputs = {"q_proj": heads.num_query_heads * dim, "k_proj": heads.num_kv_heads * dim, "v_proj": heads.num_kv_heads * dim}
-        attention.linear_qkv, attention.linear_proj = column(outputs, partial(fuse_qkv, heads=heads)), row("o_proj")
+        has_gate = bool(config.attention_output_gate)
+        queries, keys = (1 + has_gate) * heads.num_query_heads * dim, heads.num_kv_heads * dim
+        fuse = partial(fuse_qkv, heads=heads, has_gate=has_gate)
+        attention.linear_qkv = column({"q_proj": queries, "k_proj": keys, "v_proj": keys}, fuse)
+        attention.linear_proj = row("o_proj")
     if "mlp" in lora.targets:
         rows = config.ffn_hidden_size // tp
         mlp.linear_fc1, mlp.linear_fc2 = column({"gate_proj": rows, "up_proj": rows}, fuse_halves), row("down_proj")
+
+
+def adapted_delta_net(lora: LoraSettings, config: TransformerConfig) -> dict[str, Callable[..., nn.Module]]:
+    """Return the arguments of GatedDeltaNet that replace its linear layers with LoRA layers.
+
+    The result is empty if lora.targets does not select attention.
+    """
+    if not lora.rank or "attention" not in lora.targets:
+        return {}
+    sizes, tp = cast("Any", config), config.tensor_model_parallel_size
+    num_keys, num_values = sizes.linear_num_key_heads // tp, sizes.linear_num_value_heads // tp
+    values = num_values * sizes.linear_value_head_dim
+    outputs = {
+        "in_proj_qkv": 2 * num_keys * sizes.linear_key_head_dim + values, "in_proj_z": values,
+        "in_proj_b": num_values, "in_proj_a": num_values,
+    }  # fmt: skip
+    fuse = partial(interleave_key_heads, num_key_heads=num_keys)
+    return {
+        "in_proj": partial(LoraColumnParallelLinear, lora=lora, num_outputs=outputs, fuse=fuse),
+        "out_proj": partial(LoraRowParallelLinear, lora=lora, name="out_proj"),
+    }
 
 
 def adapt_vision(tower: nn.Module, lora: LoraSettings, vision_lora: Mapping[str, str]) -> None:

@@ -284,8 +284,8 @@ class Policy(TrainableModel):
         """Write the adapters as a PEFT folder to `out`, with the same guarantees as `save_hf`."""
         lora = self.lora
         config = make_peft_config(
-            rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, targets=lora.targets, base=self.settings.path,
-            vision_lora=self.spec.family.vision_lora_patterns, digest=self._base_digest() if dist.get_rank() == 0 else "",
+            self.spec, rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, targets=lora.targets, base=self.settings.path,
+            digest=self._base_digest() if dist.get_rank() == 0 else "",
         )  # fmt: skip
         write_on_rank_zero(self.adapter_iterator.tensors(), lambda stream: write_peft(out, stream, config))
 

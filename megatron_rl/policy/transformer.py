@@ -31,7 +31,7 @@ from megatron_rl.policy.experts import expert_config, pad_token_exchange, sparse
 from megatron_rl.policy.fused import fused_rms_norm, fused_swiglu, fuses_activation, zero_centered_rms_norm
 from megatron_rl.policy.gated_delta_net import GatedSelfAttention, delta_net_config, with_delta_net
 from megatron_rl.policy.kernels import uses_transformer_engine
-from megatron_rl.policy.lora import adapt_layers
+from megatron_rl.policy.lora import adapt_layers, adapted_delta_net
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.routing_replay import BatchRouting
 from megatron_rl.policy.value_head import ValueHead
@@ -165,7 +165,8 @@ def _layer_specs(spec: ModelSpec, numbers: Sequence[int], config: TransformerCon
     if lora.rank:
         adapt_layers(layer, lora, config)
     layers = [_with_experts(layer, RMSNorm) if sparse else layer for sparse in is_sparse]
-    layers = [with_delta_net(each) if spec.is_linear(number) else each for number, each in zip(numbers, layers, strict=True)]
+    linears = adapted_delta_net(lora, config)
+    layers = [with_delta_net(each, linears) if spec.is_linear(number) else each for number, each in zip(numbers, layers, strict=True)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=cast("Any", RMSNorm))
 
 

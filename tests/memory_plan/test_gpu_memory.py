@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,13 +114,14 @@ def test_what_is_held_is_what_a_real_policy_holds(kind: str, random_model: Path,
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("others")
-    for family in ("qwen2_vl", "qwen3_vl"):
+    for family in ("qwen2_vl", "qwen3_vl", "qwen3_5"):
         make_checkpoint(folder / family, family=family, init="random", seed=1, vision_depth=3)
     return folder
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
-@pytest.mark.parametrize("kind", ["bfloat16", "frozen", "lora", "own critic"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [*product(("qwen2_vl", "qwen3_vl"), ("bfloat16", "frozen", "lora", "own critic")), ("qwen3_5", "lora")]
+)
 def test_so_does_one_of_another_family(family: str, kind: str, others: Path, request: pytest.FixtureRequest) -> None:
     """The planned footprint of another family equals the measured storages."""
     check_held(others / family, kind, request)

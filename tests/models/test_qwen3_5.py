@@ -2,18 +2,22 @@
 
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5ForConditionalGeneration
 
 from megatron_rl.config import LoraSettings, ParallelSettings
+from megatron_rl.models.adapter_mapping import adapter_table
 from megatron_rl.models.hf_config import parse_spec, read_spec
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import canonical_name
-from megatron_rl.policy.lora import check_adapter_targets
+from megatron_rl.policy.gated_delta_net import delta_net_config
+from megatron_rl.policy.lora import adapt_layers, adapted_delta_net, check_adapter_targets
 from megatron_rl.policy.parallel import check_layout
 from megatron_rl.weights.formats.checkpoint_source import describe_skipped
 from megatron_rl.weights.formats.open_checkpoint import open_source
@@ -86,13 +90,10 @@ def test_a_config_that_is_not_computed_is_refused(text: dict, said: str) -> None
         parse(**text)
 
 
-@pytest.mark.parametrize("tp", [1, 3])
-def test_a_rank_has_its_heads_and_gates(tp: int) -> None:
-    """Shards of all parameters contain the rows of the rank's heads, found by their numbers in
-    Hugging Face's tensors; converting the shards back restores the tensors.
+def rows_by_head() -> dict[str, list[list[int]]]:
+    """Return the rows of fused weights, by key head or key/value group, with their numbers in the
+    concatenation of Hugging Face's tensors.
     """
-    spec = parse()
-    shapes, rows = spec.shapes(), {row.mcore_name.split(".layers.")[-1]: row for row in spec.param_mappings()}
     delta = {
         "q": range(24), "k": range(24, 48), "v": range(48, 108), "z": range(108, 168), "b": range(168, 174), "a": range(174, 180)
     }  # fmt: skip
@@ -102,12 +103,21 @@ def test_a_rank_has_its_heads_and_gates(tp: int) -> None:
         + list(range(3072 + 256 * group, 3328 + 256 * group)) + list(range(3840 + 256 * group, 4096 + 256 * group))
         for group in range(3)
     ]  # fmt: skip
-    expected = {
+    return {
         "0.self_attention.in_proj_by_head.weight": heads,
         "0.self_attention.conv1d_by_head.weight": [[row for row in head if row < 108] for head in heads],
         "3.self_attention.linear_qkv.weight": gated,
     }  # fmt: skip
-    for name, by_head in expected.items():
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_a_rank_has_its_heads_and_gates(tp: int) -> None:
+    """Shards of all parameters contain the rows of the rank's heads, found by their numbers in
+    Hugging Face's tensors; converting the shards back restores the tensors.
+    """
+    spec = parse()
+    shapes, rows = spec.shapes(), {row.mcore_name.split(".layers.")[-1]: row for row in spec.param_mappings()}
+    for name, by_head in rows_by_head().items():
         tensors, start = [], 0
         for hf_name in rows[name].hf_names:
             stop = start + shapes[hf_name][0]
@@ -118,6 +128,39 @@ def test_a_rank_has_its_heads_and_gates(tp: int) -> None:
             assert shard[:, 0].tolist() == [row for head in by_head[rank * 3 // tp : (rank + 1) * 3 // tp] for row in head], name
         assert all(torch.equal(one, other) for one, other in zip(rows[name].to_hf(shards), tensors, strict=True))
         assert torch.equal(torch.cat(rows[name].list_row_slices(tuple(tensors))), rows[name].to_mcore(tuple(tensors), 0, 1))
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_a_ranks_adapters_have_the_order_of_its_weights(tp: int) -> None:
+    """The B matrices of a fused layer's projections, sharded and then fused by the LoRA layer, have
+    the order of the rows of the layer's weight.
+    """
+    spec, lora = parse(), LoraSettings(rank=1, targets=["attention"])
+    check_adapter_targets(LoraSettings(rank=4), spec, key="lora.targets")
+    config = SimpleNamespace(
+        tensor_model_parallel_size=tp, kv_channels=256, num_query_groups=3, num_attention_heads=6, ffn_hidden_size=160,
+        attention_output_gate=True, **delta_net_config(spec),
+    )  # fmt: skip
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    adapt_layers(layer, lora, config)
+    layers = {
+        "0.self_attention.in_proj_by_head": adapted_delta_net(lora, config)["in_proj"].keywords,
+        "3.self_attention.linear_qkv": layer.submodules.self_attention.submodules.linear_qkv.params,
+    }
+    rows = {row.mcore_name.split(".layers.")[-1]: row for row in adapter_table(spec, targets=lora.targets, vision_names=[])}
+    assert len(rows) == 2 * (5 * 5 + 4)
+    for name, params in layers.items():
+        sizes = {part: tp * size for part, size in params["num_outputs"].items()}
+        numbers = torch.arange(sum(sizes.values())).split(list(sizes.values()))
+        mappings = [rows[f"{name}.adapter.lora_b.{part}"] for part in sizes]
+        shards = [[row.to_mcore((tensor,), rank, tp) for row, tensor in zip(mappings, numbers, strict=True)] for rank in range(tp)]
+        by_head = rows_by_head()[f"{name}.weight"]
+        assert sum(map(len, by_head)) == sum(sizes.values())
+        for rank, mine in enumerate(shards):
+            assert [len(shard) for shard in mine] == list(params["num_outputs"].values())
+            assert params["fuse"](tuple(mine)).tolist() == [row for head in by_head[rank * 3 // tp : (rank + 1) * 3 // tp] for row in head]
+        for row, *parts, tensor in zip(mappings, *shards, numbers, strict=True):
+            assert torch.equal(row.to_hf(parts)[0], tensor)
 
 
 def test_multi_token_prediction_is_skipped(tmp_path: Path) -> None:
@@ -142,12 +185,3 @@ def test_layouts_that_cut_a_head_are_refused() -> None:
     check_layout(ParallelSettings(tp=1), spec, 1)
     with pytest.raises(ValueError, match=r"^parallel.tp=2: does not divide the model's 3 key heads of each delta net; use one of 1$"):
         check_layout(ParallelSettings(tp=2), spec, 2)
-
-
-def test_adapters_on_gated_attention_are_refused() -> None:
-    """LoRA's default targets include attention, which this family does not support."""
-    spec = parse()
-    check_adapter_targets(LoraSettings(rank=4, targets=["mlp", "vision", "projector"]), spec, key="lora.targets")
-    said = r"^lora.targets=\['attention', 'mlp'\]: adapters on gated attention and gated delta nets are not supported; leave attention out$"
-    with pytest.raises(ValueError, match=said):
-        check_adapter_targets(LoraSettings(rank=4), spec, key="lora.targets")

@@ -132,7 +132,7 @@ MUTANTS = (
     Mutant(
         "rows of a delta net are not sorted by key head",
         "megatron_rl/models/delta_net_layout.py",
-        "return torch.cat([part.reshape(spec.num_key_heads, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)",
+        "return torch.cat([part.reshape(num_key_heads, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)",
         "return torch.cat(parts)",
         "tests/models/test_qwen3_5.py -k heads_and_gates",
     ),
@@ -156,5 +156,12 @@ MUTANTS = (
         "or set(layers) != set(LAYER_TYPES)",
         "or not set(layers) <= set(LAYER_TYPES)",
         "tests/models/test_qwen3_5.py -k not_computed",
+    ),
+    Mutant(
+        "an adapter's rows of a gated delta net keep Hugging Face's order",
+        "megatron_rl/models/adapter_mapping.py",
+        'if name == "in_proj_qkv":',
+        'if name == "in_proj":',
+        "tests/models/test_qwen3_5.py -k adapters",
     ),
 )

@@ -522,10 +522,24 @@ MUTANTS = (
         "tests/models/test_qwen3_5.py -k cut_a_head",
     ),
     Mutant(
-        "adapters on gated attention are accepted",
+        "an adapter of gated attention has no rows for gates of each head",
         "megatron_rl/policy/lora.py",
-        '"attention" in lora.targets and model.delta_net is not None',
-        '"attention" not in lora.targets and model.delta_net is not None',
+        "fuse = partial(fuse_qkv, heads=heads, has_gate=has_gate)",
+        "fuse = partial(fuse_qkv, heads=heads)",
         "tests/models/test_qwen3_5.py -k adapters",
+    ),
+    Mutant(
+        "the adapter of a gated delta net orders its rows by projection",
+        "megatron_rl/policy/lora.py",
+        "fuse = partial(interleave_key_heads, num_key_heads=num_keys)",
+        "fuse = torch.cat",
+        "tests/models/test_qwen3_5.py -k adapters",
+    ),
+    Mutant(
+        "gated delta nets get no adapters",
+        "megatron_rl/policy/transformer.py",
+        "linears = adapted_delta_net(lora, config)",
+        "linears = adapted_delta_net(LoraSettings(), config)",
+        "tests/parity/test_lora_families.py -k qwen3_5",
     ),
 )

@@ -20,7 +20,7 @@ from tests.support.packed_example import make_example_items
 
 TEMPERATURE = 0.7
 MODULES = (
-    r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"
+    r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|linear_attn\.(in_proj_(qkv|z|b|a)|out_proj)|mlp\.(gate|up|down)_proj)"
     r"|model\.visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.((gate|up|down)_proj|(linear_)?fc[12]))|merger\.mlp\.(0|2))"
     r"|model\.visual\.(merger|deepstack_merger_list\.\d+)\.linear_fc[12]"
 )

@@ -12,8 +12,8 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.name_mapping import PEFT_PREFIX
-from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
 from megatron_rl.weights.formats.base_digest import DIGEST, compute_base_digest
 from megatron_rl.weights.formats.checkpoint_source import TensorSource
 from megatron_rl.weights.formats.merge_lora import MergedTensors
@@ -74,15 +74,8 @@ def test_another_model_has_another_digest(changed: str, random_model: Path, tmp_
 
 def adapter(folder: Path, *, digest: str) -> Path:
     folder.mkdir()
-    config = make_peft_config(
-        rank=2,
-        alpha=4.0,
-        dropout=0.0,
-        targets=["attention"],
-        base="runs/one/final",
-        vision_lora=QWEN2_5_VL.vision_lora_patterns,
-        digest=digest,
-    )
+    model = load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
+    config = make_peft_config(model, rank=2, alpha=4.0, dropout=0.0, targets=["attention"], base="runs/one/final", digest=digest)
     (folder / "adapter_config.json").write_text(json.dumps(config))
     name = f"{PEFT_PREFIX}model.language_model.layers.0.self_attn.o_proj"
     halves = {f"{name}.lora_A.weight": torch.zeros(2, 128), f"{name}.lora_B.weight": torch.zeros(128, 2)}

@@ -5,6 +5,7 @@ import json
 import re
 import resource
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.config import LoraSettings
+from megatron_rl.models.adapter_mapping import adapter_table
+from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.name_mapping import PEFT_PREFIX, AttentionHeads, ParamMapping, canonical_name, fuse_qkv, nested_name
 from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
 from megatron_rl.policy.lora import LoraAdapter, adapt_vision, disabled_adapters, merged_weight_fns
@@ -24,7 +27,6 @@ from megatron_rl.weights.formats.peft import (
     CONFIG,
     KNOWN_FIELDS,
     WEIGHTS,
-    adapter_table,
     init_adapters,
     load_peft,
     make_peft_config,
@@ -39,6 +41,7 @@ TARGETS = {
     "projector": r"model\.visual\.merger\..*",
 }
 VISION_LORA = QWEN2_5_VL.vision_lora_patterns
+MODEL = load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
 LORA = LoraSettings(rank=2, alpha=6.0, targets=["projector"])
 
 
@@ -59,7 +62,7 @@ def linears(random_model: Path) -> dict[str, nn.Linear]:
 def rows_for(linears: dict[str, nn.Linear], targets: list[str]) -> list[ParamMapping]:
     vision = [name.removeprefix("model.visual.") + ".weight" for name in linears if name.startswith("model.visual.")]
     others = ["patch_embed.proj.weight", "merger.ln_q.weight", "merger.mlp.0.bias"]
-    return adapter_table(targets=targets, num_layers=4, vision_names=[*vision, *others], vision_lora=VISION_LORA)
+    return adapter_table(replace(MODEL, num_layers=4), targets=targets, vision_names=[*vision, *others])
 
 
 @pytest.mark.parametrize("targets", [["attention"], ["mlp"], ["vision"], ["projector"], ["attention", "projector"], list(TARGETS)])
@@ -72,7 +75,7 @@ def test_every_target_has_its_pair_and_peft_adapts_the_same(targets: list[str], 
     assert len(targets) < 4 or wanted == linears.keys()
     names = [PEFT_PREFIX + nested_name(name) for row in rows_for(linears, targets) for name in row.hf_names]
     assert sorted(names) == sorted(f"base_model.model.{name}.lora_{half}.weight" for name in wanted for half in "AB")
-    pattern = make_peft_config(rank=2, alpha=6.0, dropout=0.0, targets=targets, base="base", vision_lora=VISION_LORA)["target_modules"]
+    pattern = make_peft_config(MODEL, rank=2, alpha=6.0, dropout=0.0, targets=targets, base="base")["target_modules"]
     assert {name for name in linears if re.fullmatch(pattern, name)} == wanted
 
 
@@ -137,7 +140,7 @@ class Merger(nn.Module):
 ONE = SimpleNamespace(size=lambda: 1)
 PLACEMENT = ShardLocation(0, ONE, 0, ONE, chunks=1, layers_per_chunk=1)
 NAMES = ["merger.mlp.0.weight", "merger.mlp.2.weight", "merger.mlp.0.bias"]
-ROWS = adapter_table(targets=["projector"], num_layers=0, vision_names=NAMES, vision_lora=VISION_LORA)
+ROWS = adapter_table(MODEL, targets=["projector"], vision_names=NAMES)
 
 
 @pytest.fixture
@@ -210,7 +213,7 @@ def folder(tmp_path: Path) -> Path:
     sizes = {"0": (60, 50), "2": (50, 6)}
     tensors = {f"visual.merger.mlp.{i}.lora_A.weight": torch.randn(2, size[0]) for i, size in sizes.items()}
     tensors |= {f"visual.merger.mlp.{i}.lora_B.weight": torch.randn(size[1], 2) for i, size in sizes.items()}
-    config = make_peft_config(rank=2, alpha=6.0, dropout=0.0, targets=["projector"], base="base", vision_lora=VISION_LORA)
+    config = make_peft_config(MODEL, rank=2, alpha=6.0, dropout=0.0, targets=["projector"], base="base")
     write_peft(tmp_path / "adapter", iter(tensors.items()), config)
     return tmp_path / "adapter"
 

@@ -1,16 +1,13 @@
-"""LoRA adapters (arXiv 2106.09685) in PEFT's format: name mappings, initialization, load and save.
+"""LoRA adapters (arXiv 2106.09685) in PEFT's format: initialization, load and save.
 
-PEFT has one adapter for each Hugging Face linear layer. The adapter consists of lora_A [rank,
-inputs] and lora_B [outputs, rank], and adds alpha / rank * B A x to the layer's output. In this
-trainer, adapters belong to Megatron's (fused) linear layers, are sharded like these layers, and are
-named `<linear>.adapter.lora_a.<projection>`.
+An adapter adds alpha / rank * B A x to the output of its layer. models/adapter_mapping.py contains
+the names and layouts of A and B.
 """
 
 import json
 import math
-import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -20,6 +17,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from megatron_rl.io.jsonl import read_json
+from megatron_rl.models.adapter_mapping import adapted_modules
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import PEFT_PREFIX, ParamMapping, Tensors, nested_name
 from megatron_rl.weights.formats.base_digest import DIGEST
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
@@ -42,74 +41,6 @@ OLoRA, CorDA, LoftQ and LoRA-GA subtract the initial adapters from the base weig
 tuners/lora/layer.py), so adapters trained with them cannot be added to the released weights.
 """
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
-LANGUAGE_TARGETS = {
-    "attention": (
-        ("self_attention.linear_qkv", "self_attn.q_proj", 0),
-        ("self_attention.linear_qkv", "self_attn.k_proj", 0),
-        ("self_attention.linear_qkv", "self_attn.v_proj", 0),
-        ("self_attention.linear_proj", "self_attn.o_proj", 1),
-    ),
-    "mlp": (
-        ("mlp.linear_fc1", "mlp.gate_proj", 0),
-        ("mlp.linear_fc1", "mlp.up_proj", 0),
-        ("mlp.linear_fc2", "mlp.down_proj", 1),
-    ),
-}
-"""Adapted linear layers of a decoder layer, keyed by the value in lora.targets. Each entry consists
-of Megatron's linear layer, Hugging Face's projection, and the weight dimension that tensor
-parallelism shards.
-"""
-
-
-def projection_name(module: str) -> str:
-    """Return the last part of a module's name: model.layers.0.self_attn.q_proj -> q_proj.
-
-    The last part is used in the names of adapter parameters.
-    """
-    return module.rpartition(".")[2]
-
-
-def is_vision_target(module: str, targets: Sequence[str], vision_lora: Mapping[str, str]) -> bool:
-    """Return True if one of the targets selects this module of the vision tower.
-
-    `vision_lora` maps each target to a regular expression for module names
-    (ModelFamily.vision_lora_patterns).
-    """
-    return any(re.fullmatch(pattern, module) for target, pattern in vision_lora.items() if target in targets)
-
-
-def adapter_table(
-    *, targets: Sequence[str], num_layers: int, vision_names: Sequence[str], vision_lora: Mapping[str, str]
-) -> list[ParamMapping]:
-    """Return the name mappings of all adapter tensors.
-
-    `vision_names` are the parameter names of the Hugging Face vision tower, without the prefix
-    `visual.`. Adapters of the vision tower are not sharded.
-    """
-    rows = []
-    for layer in range(num_layers):
-        for linear, hf, cut in (entry for target, entries in LANGUAGE_TARGETS.items() if target in targets for entry in entries):
-            rows.extend(_lora_rows(f"language.decoder.layers.{layer}.{linear}", f"model.layers.{layer}.{hf}", f"layer:{layer}", cut=cut))
-    modules = sorted(name.removesuffix(".weight") for name in vision_names if name.endswith(".weight"))
-    for module in modules:
-        if is_vision_target(module, targets, vision_lora):
-            rows.extend(_lora_rows(f"vision.{module}", f"visual.{module}", "first", cut=None))
-    return rows
-
-
-def _lora_rows(linear: str, hf: str, stage: str, *, cut: int | None) -> list[ParamMapping]:
-    """Return the name mappings of A and B for one linear layer.
-
-    With cut=0, tensor parallelism shards the rows of the layer's weight: ranks compute different
-    outputs, so B is sharded. With cut=1, tensor parallelism shards the columns: ranks have
-    different inputs, so A is sharded. With cut=None, A and B are replicated.
-    """
-    name = projection_name(hf)
-    return [
-        ParamMapping(f"{linear}.adapter.lora_a.{name}", (f"{hf}.lora_A.weight",), stage, shard_dim=1 if cut == 1 else None),
-        ParamMapping(f"{linear}.adapter.lora_b.{name}", (f"{hf}.lora_B.weight",), stage, shard_dim=0 if cut == 0 else None),
-    ]
 
 
 def _parameters(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
@@ -194,17 +125,12 @@ def read_peft_config(folder: Path, *, key: str) -> dict:
 
 
 def make_peft_config(
-    *, rank: int, alpha: float, dropout: float, targets: Sequence[str], base: str, vision_lora: Mapping[str, str], digest: str = ""
+    model: ModelSpec, *, rank: int, alpha: float, dropout: float, targets: Sequence[str], base: str, digest: str = ""
 ) -> dict[str, object]:
     """Return the content of adapter_config.json.
 
-    The field `target_modules` is a regular expression for full module names, because a list of
-    suffixes such as gate_proj could match modules of both the language model and the vision tower.
     `digest` is the digest of the base model (base_digest.py).
     """
-    language = "|".join(re.escape(hf) for target, entries in LANGUAGE_TARGETS.items() if target in targets for _, hf, _ in entries)
-    vision = "|".join(pattern for target, pattern in vision_lora.items() if target in targets)
-    parts = [rf"model\.language_model\.layers\.\d+\.({language})"] * bool(language) + [rf"model\.visual\.({vision})"] * bool(vision)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -213,7 +139,7 @@ def make_peft_config(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": "|".join(parts),
+        "target_modules": adapted_modules(model, targets),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
