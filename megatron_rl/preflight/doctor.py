@@ -35,6 +35,7 @@ from megatron_rl.rewards.answer import NUMERIC_SOURCES
 from megatron_rl.rollout.manager import render_prompt
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.task import Task
+from megatron_rl.weights.formats.expert_layouts import fuse_experts
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl_sandbox import host_report
 from megatron_rl_sandbox.layers import SOURCE_DIR
@@ -65,7 +66,8 @@ def check_model(settings: Settings, report: CheckReport) -> Renderer | None:
 def check_model_folder(path: str, report: CheckReport, *, key: str) -> bool:
     """Return True if the model's config and the headers of all its tensors can be read."""
     try:
-        spec, stored = read_spec(path, key=key), HfTensors(path, key=key).specs
+        spec = read_spec(path, key=key)
+        stored = fuse_experts(HfTensors(path, key=key), spec.shapes()).specs
     except (ValueError, OSError) as error:
         report.add_failure(key, folder_error_line(error, path, key=key))
         return False

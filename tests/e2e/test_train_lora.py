@@ -59,7 +59,15 @@ def test_a_checkpoint_of_the_run_merges_to_its_final_model(folder: Path, tmp_pat
     checkpoint = folder / "checkpoints" / "step_00000003"
     assert (checkpoint / "adapter" / WEIGHTS).read_bytes() == (folder / "adapter" / WEIGHTS).read_bytes()
     asked = MergeOptions(
-        checkpoint=checkpoint, out=tmp_path / "merged", dtype=None, reference=None, style="released", lora=None, verify=False, force=False
+        checkpoint=checkpoint,
+        out=tmp_path / "merged",
+        dtype=None,
+        reference=None,
+        style="released",
+        experts="fused",
+        lora=None,
+        verify=False,
+        force=False,
     )
     merge_checkpoint(asked)
     merged, final = HfTensors(tmp_path / "merged"), HfTensors(folder / "final")

@@ -143,4 +143,32 @@ MUTANTS = (
         "if BUFFERS.fullmatch(name))",
         "tests/models/test_qwen3_5.py -k multi_token",
     ),
+    Mutant(
+        "the up matrix of a separate expert is read and written as its gate",
+        "megatron_rl/weights/formats/expert_layouts.py",
+        '("gate_proj", "up_proj")',
+        '("up_proj", "gate_proj")',
+        "tests/weights/test_expert_layouts.py",
+    ),
+    Mutant(
+        "a missing matrix of an expert is not missed",
+        "megatron_rl/weights/formats/expert_layouts.py",
+        "        check_names(found, wanted,",
+        "        check_names(wanted, wanted,",
+        "tests/weights/test_expert_layouts.py -k incomplete",
+    ),
+    Mutant(
+        "experts that are stored in both layouts are read from one of them",
+        "megatron_rl/weights/formats/expert_layouts.py",
+        "for name in self._fused.keys() & stored.specs.keys():",
+        "for name in ():",
+        "tests/weights/test_expert_layouts.py -k incomplete",
+    ),
+    Mutant(
+        "one matrix of an expert of another shape is accepted",
+        "megatron_rl/weights/formats/expert_layouts.py",
+        "if spec.shape != layer.shape:",
+        "if spec.nbytes != layer.shape.numel() * spec.dtype.itemsize:",
+        "tests/weights/test_expert_layouts.py -k incomplete",
+    ),
 )

@@ -20,6 +20,7 @@ from megatron_rl.rollout.vllm.weight_receiver import to_hf_name
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.support.engine_logprob_oracle import LOGPROB_BOUND, generate_all, max_logprob_diff, open_engine
 from tests.support.hf_reference import to_released_form
+from tests.support.merge_checks import run_merge
 from tests.support.packed_example import make_picture, make_prompts, user_message
 
 EXPERTS = "model.language_model.layers.2.mlp."
@@ -73,3 +74,19 @@ def test_the_engine_serves_what_it_was_sent(family: str, tmp_path: Path, monkeyp
             monkeypatch.setattr(weights, "load_bucket", partial(flips_a_bit, spoiled=spoiled))
             with pytest.raises(RuntimeError, match=rf"differ from the sent weights: {spoiled}[^,]*$"):
                 engine.load_weights(iter(sent.items()), version=version)
+
+
+@pytest.mark.long
+def test_the_engine_reads_separate_experts(tmp_path: Path) -> None:
+    """vLLM loads the folder that the merger writes with --experts separate; its logprobs equal those
+    of HF for the fused folder.
+    """
+    make_checkpoint(tmp_path / "model", family="qwen3_vl_moe", init="random", seed=1, vision_depth=4)
+    assert run_merge(tmp_path / "model", tmp_path / "separate", "--experts", "separate") == 0
+    renderer = Renderer(ModelSettings(path=str(tmp_path / "model")))
+    hf = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    with open_engine(tmp_path / "separate", renderer) as engine:
+        contexts = make_prompts(renderer)
+        samplings = [SamplingSettings(max_tokens=8, temperature=0.7, seed=number) for number in range(len(contexts))]
+        for context, completion in zip(contexts, generate_all(engine, contexts, samplings), strict=True):
+            assert max_logprob_diff(hf, context, completion, temperature=0.7, renderer=renderer) <= LOGPROB_BOUND

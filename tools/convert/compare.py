@@ -18,6 +18,7 @@ from rich.table import Table
 
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.weights.formats.checkpoint_source import HfNamedSource, TensorSource
+from megatron_rl.weights.formats.expert_layouts import fuse_experts
 from megatron_rl.weights.formats.open_checkpoint import detect_format, find_hf_folder, open_source
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl_tools.commands import format_error, quiet_libraries
@@ -60,7 +61,8 @@ def open_any_checkpoint(folder: Path) -> TensorSource:
     if kind == "hf":
         stored = HfTensors(folder, key="folder", read_once=True)
         try:
-            return HfNamedSource(stored, read_spec(folder, key="folder").shapes())
+            shapes = read_spec(folder, key="folder").shapes()
+            return HfNamedSource(fuse_experts(stored, shapes), shapes)
         except ValueError:
             return stored
     if like is None:

@@ -23,6 +23,7 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.vocabulary import count_token_ids
 from megatron_rl.weights.formats.checkpoint_source import EMBEDDINGS, HfNamedSource, describe_skipped
+from megatron_rl.weights.formats.expert_layouts import check_loads_in_transformers, fuse_experts
 from megatron_rl.weights.formats.open_checkpoint import set_config_dtype
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.formats.tensor_files import atomic_folder, copy_companions
@@ -43,7 +44,9 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
     spec = read_spec(hf, key="--hf")
     check_parallel_sizes(spec, tp=tp, pp=pp)
     stored = HfTensors(hf, key="--hf", read_once=True)
-    source = HfNamedSource(stored, spec.shapes(), num_token_ids=count_token_ids(hf))
+    if check_logits:
+        check_loads_in_transformers(stored, key="--hf")
+    source = HfNamedSource(fuse_experts(stored, spec.shapes()), spec.shapes(), num_token_ids=count_token_ids(hf))
     plan = McoreImport(source, spec.param_mappings(), dtype=dtype)
     with atomic_folder(out) as partial:
         with progress_bar() as bar:

@@ -11,15 +11,18 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from megatron_rl.io.jsonl import read_json
 from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import nested_name
 from megatron_rl.models.vocabulary import count_token_ids
 from megatron_rl.weights.formats.checkpoint_source import HfNamedSource, TensorSource, TensorSpec, check_names, describe_skipped
+from megatron_rl.weights.formats.expert_layouts import EXPERT_LAYOUTS, fuse_experts
 from megatron_rl.weights.formats.merge_lora import MergedTensors
 from megatron_rl.weights.formats.open_checkpoint import detect_format, find_critic_parts, find_hf_folder, open_source, set_config_dtype
 from megatron_rl.weights.formats.pixel_limits import read_pixel_limits
@@ -35,6 +38,9 @@ checkpoints, which older versions of the two packages also load. "nested" is the
 prefixes model.visual and model.language_model. For Qwen3-VL, both styles are the same.
 """
 
+Arrange = Callable[[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]
+"""Function (name, tensor) -> the names and tensors to write; see EXPERT_LAYOUTS."""
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class MergeOptions:
@@ -45,6 +51,7 @@ class MergeOptions:
     dtype: torch.dtype | None
     reference: Path | None
     style: str
+    experts: str
     lora: Path | None
     verify: bool
     force: bool
@@ -68,8 +75,7 @@ def merge_checkpoint(merge_options: MergeOptions) -> str:
     spec = read_spec(like, key="--reference" if merge_options.reference else "--checkpoint")
     source = open_source(merge_options.checkpoint, spec, key="--checkpoint", read_once=True)
     if merge_options.reference is not None:
-        reference = HfTensors(merge_options.reference, key="--reference")
-        HfNamedSource(reference, spec.shapes(), num_token_ids=count_token_ids(like))  # raises ValueError unless it has the same tensors
+        _check_reference(merge_options.reference, spec)
     if merge_options.lora is not None:
         if isinstance(source, MergedTensors):
             raise ValueError(
@@ -79,13 +85,17 @@ def merge_checkpoint(merge_options: MergeOptions) -> str:
         if source.warning:
             print(f"warning: {source.warning}", file=sys.stderr)
     _check_verify(merge_options, kind, is_merged=isinstance(source, MergedTensors))
+    if merge_options.experts == "separate" and spec.experts is None:
+        raise ValueError("--experts=separate: the model has no experts; remove the option")
     specs = {name: TensorSpec(merge_options.dtype or spec.dtype, spec.shape) for name, spec in source.specs.items()}
     size = sum(spec.nbytes for spec in specs.values())
+    arrange = partial(EXPERT_LAYOUTS[merge_options.experts], shapes={name: spec.shape for name, spec in specs.items()})
+    written = {part: spec for name, whole in specs.items() for part, spec in _written_specs(name, whole, arrange)}
 
-    def check(partial: Path) -> None:
-        _check_written(partial, specs)
+    def check(folder: Path) -> None:
+        _check_written(folder, written)
         if merge_options.verify:
-            print(_verify_logits(partial, merge_options.checkpoint), file=sys.stderr)
+            print(_verify_logits(folder, merge_options.checkpoint), file=sys.stderr)
 
     stored, named = read_json(like / "config.json"), nested_name if merge_options.style == "nested" else spec.released_name
     trained = find_hf_folder(merge_options.checkpoint)
@@ -93,7 +103,7 @@ def merge_checkpoint(merge_options: MergeOptions) -> str:
     with progress_bar() as progress:
         task = progress.add_task(merge_options.out.name, total=size)
         lacking = write_hf_folder(
-            merge_options.out, _rename_tensors(source, specs, named, lambda nbytes: progress.advance(task, nbytes)),
+            merge_options.out, _rename_tensors(source, specs, arrange, named, lambda nbytes: progress.advance(task, nbytes)),
             like=like, pixels=pixels, config=set_config_dtype(stored, merge_options.dtype) if merge_options.dtype else None, check=check,
         )  # fmt: skip
     if source.skipped:
@@ -102,7 +112,7 @@ def merge_checkpoint(merge_options: MergeOptions) -> str:
         print(f"not merged: {part}, which belongs to the critic", file=sys.stderr)
     for part in lacking:
         print(f"warning: {like} contains no {part}; {merge_options.out} was written without one", file=sys.stderr)
-    return f"{merge_options.out}: {len(specs)} tensors, {size:,} bytes, from {kind} {merge_options.checkpoint}"
+    return f"{merge_options.out}: {len(written)} tensors, {size:,} bytes, from {kind} {merge_options.checkpoint}"
 
 
 def check_not_input(merge_options: MergeOptions) -> None:
@@ -140,6 +150,20 @@ def _check_verify(merge_options: MergeOptions, kind: str, *, is_merged: bool) ->
         )
     if merge_options.dtype or is_merged:
         raise ValueError("--verify: only supported for weights as stored; merge without --dtype and without an adapter")
+    if merge_options.experts == "separate":
+        raise ValueError("--verify: transformers does not read separate experts; merge with --experts fused to compare logits")
+
+
+def _check_reference(folder: Path, spec: ModelSpec) -> None:
+    """Raise ValueError unless the reference folder has exactly the tensors of the model."""
+    shapes = spec.shapes()
+    reference = fuse_experts(HfTensors(folder, key="--reference"), shapes)
+    HfNamedSource(reference, shapes, num_token_ids=count_token_ids(folder))
+
+
+def _written_specs(name: str, spec: TensorSpec, arrange: Arrange) -> Iterator[tuple[str, TensorSpec]]:
+    for part, tensor in arrange(name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")):
+        yield part, TensorSpec(tensor.dtype, tensor.shape)
 
 
 def _verify_logits(partial: Path, checkpoint: Path) -> str:
@@ -149,13 +173,14 @@ def _verify_logits(partial: Path, checkpoint: Path) -> str:
 
 
 def _rename_tensors(
-    source: TensorSource, specs: dict[str, TensorSpec], rename: Callable[[str], str], advance: Callable[[int], None]
+    source: TensorSource, specs: dict[str, TensorSpec], arrange: Arrange, rename: Callable[[str], str], advance: Callable[[int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor once, with its output name and output dtype."""
+    """Yield every tensor once, with its output name and output dtype, in the layout of `arrange`."""
     read = prefetch(lambda name: source.read(name).to(specs[name].dtype), specs)
     for (name, spec), tensor in zip(specs.items(), read, strict=True):
         assert tensor.shape == spec.shape, f"{name}: read shape {tuple(tensor.shape)}, expected {spec}"
-        yield rename(name), tensor
+        for part, piece in arrange(name, tensor):
+            yield rename(part), piece
         advance(spec.nbytes)
 
 
@@ -206,6 +231,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=NAME_STYLES,
         default="released",
         help="tensor names: released (default), as in the released checkpoints, or nested (model.visual.*, model.language_model.*)",
+    )
+    parser.add_argument(
+        "--experts",
+        choices=EXPERT_LAYOUTS,
+        default="fused",
+        help="fused (default): one tensor for all experts, as in the released checkpoints; separate: three tensors for each expert",
     )
     parser.add_argument("--lora", type=Path, metavar="PEFT_DIR", help="merge this LoRA adapter into the weights")
     parser.add_argument(

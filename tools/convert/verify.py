@@ -32,6 +32,8 @@ from megatron_rl.policy.patches import patch_bytes
 from megatron_rl.policy.training_state import load_weights
 from megatron_rl.policy.transformer import ModelChunk
 from megatron_rl.types import Image, TokenSequence
+from megatron_rl.weights.formats.expert_layouts import check_loads_in_transformers
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.formats.torch_dist import McoreTensors
 from megatron_rl.weights.stream import is_adapter
 
@@ -74,6 +76,7 @@ def compute_hf_logits(folder: Path, *, dtype: torch.dtype | None = None, key: st
     The weights are first rounded to `dtype`; if `dtype` is None, the weights are used as stored.
     """
     spec = read_spec(folder, key=key)
+    check_loads_in_transformers(HfTensors(folder, key=key), key=key)
     _check_memory(spec, folder, key=key)
     model = spec.family.model_class.from_pretrained(folder, dtype=dtype or "auto", attn_implementation="sdpa").float().eval()
     return {name: compute_logits(model, context, image_token_id=spec.image_token_id) for name, context in make_test_prompts(spec).items()}

@@ -12,6 +12,7 @@ from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.vocabulary import check_vocabulary, count_token_ids
 from megatron_rl.weights.formats.checkpoint_source import EMBEDDINGS, HEAD, HfNamedSource, MegatronSource, TensorSource
 from megatron_rl.weights.formats.classic import open_classic, rank_folders
+from megatron_rl.weights.formats.expert_layouts import fuse_experts
 from megatron_rl.weights.formats.fsdp import FsdpTensors, rank_paths
 from megatron_rl.weights.formats.merge_lora import MergedTensors
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
@@ -73,7 +74,7 @@ def open_source(folder: Path, spec: ModelSpec, *, key: str, read_once: bool = Fa
     num_token_ids = count_token_ids(companions) if companions else 0
     if kind in ("hf", "fsdp"):
         stored = HfTensors(folder, key=key, read_once=read_once) if kind == "hf" else FsdpTensors(folder)
-        return HfNamedSource(stored, shapes, num_token_ids=num_token_ids)
+        return HfNamedSource(fuse_experts(stored, shapes), shapes, num_token_ids=num_token_ids)
     rows = spec.param_mappings()
     if kind == "torch_dist":
         stored = McoreTensors(folder, key=key, read_once=read_once)
