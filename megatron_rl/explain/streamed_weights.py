@@ -69,8 +69,8 @@ class StreamedModel:
         """
 
         def come(_module: nn.Module, _: tuple) -> None:
-            for owner, key, name, _blank in own:
-                setattr(owner, key, nn.Parameter(to_transformers_form(name, self.get_tensor(name)), requires_grad=False))
+            for owner, key, name, blank in own:
+                setattr(owner, key, nn.Parameter(to_transformers_form(name, self.get_tensor(name), blank.shape), requires_grad=False))
 
         def go(_module: nn.Module, _: tuple, __: object) -> None:
             for owner, key, _name, blank in own:

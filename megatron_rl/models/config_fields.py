@@ -102,6 +102,18 @@ QWEN3_5_TEXT: Fields = {
 full_attention_interval is only read by transformers, if layer_types is missing. mamba_ssm_dtype is
 the dtype of the state in the engine; the trainer always uses float32.
 """
+QWEN3_5_MOE_TEXT: Fields = {
+    **QWEN3_5_TEXT,
+    **dict.fromkeys(
+        ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "output_router_logits",
+         "router_aux_loss_coef"),
+        ANY,
+    ),
+    "norm_topk_prob": (True,), "decoder_sparse_step": (1,),
+}  # fmt: skip
+"""Fields of the language model of Qwen3.5 with experts. transformers always normalizes the weights
+of a token's experts; vLLM does so unless norm_topk_prob is false. intermediate_size has no effect.
+"""
 
 _TOWER: Fields = {
     **_COMMON,

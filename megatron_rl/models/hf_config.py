@@ -22,7 +22,7 @@ from megatron_rl.models.model_folder import find_config_file
 from megatron_rl.models.model_spec import ExpertSpec, ModelFamily, ModelSpec, VisionSpec
 
 TEXT_SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
     "max_position_embeddings",
 )  # fmt: skip
 
@@ -97,7 +97,8 @@ def _find_config_error(config: PreTrainedConfig, family: ModelFamily) -> str:
         if each.dtype is not None and not (isinstance(each.dtype, torch.dtype) and each.dtype.is_floating_point):
             return f"{part}dtype is {each.dtype}, not a floating-point type of torch"
     text, vision = config.text_config.to_dict(), config.vision_config.to_dict()
-    sizes = [("", name, text[name]) for name in TEXT_SIZES] + [("vision_config.", name, vision[name]) for name in family.vision_sizes]
+    sizes = [("", name, text[name]) for name in (*TEXT_SIZES, family.ffn_size_field)]
+    sizes += [("vision_config.", name, vision[name]) for name in family.vision_sizes]
     sizes += [("", "head_dim", text["head_dim"])] if text.get("head_dim") is not None else []
     for part, name, size in sizes:
         if not isinstance(size, int) or size < 1:
@@ -161,7 +162,7 @@ def _build_spec(config: PreTrainedConfig, family: ModelFamily, experts: ExpertSp
         config=config,
         num_layers=text["num_hidden_layers"],
         hidden_size=text["hidden_size"],
-        ffn_size=text["intermediate_size"],
+        ffn_size=text[family.ffn_size_field],
         num_heads=text["num_attention_heads"],
         num_kv_heads=text["num_key_value_heads"],
         head_dim=_head_dim(text),

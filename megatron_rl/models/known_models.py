@@ -17,19 +17,24 @@ _TABLE = {
     },
     "qwen3_vl_moe": {"30B-A3B": (2048, 6144, 48, 32, 4), "235B-A22B": (4096, 12288, 94, 64, 4)},
     "qwen3_5": {"9B": (4096, 12288, 32, 16, 4), "27B": (5120, 17408, 64, 24, 4)},
+    "qwen3_5_moe": {"35B-A3B": (2048, 512, 40, 16, 2), "397B-A17B": (4096, 1024, 60, 32, 2)},
 }  # fmt: skip
 RELEASED_SIZES: dict[str, dict[str, dict[str, int]]] = {
     family: {size: dict(zip(_NAMES, numbers, strict=True)) for size, numbers in sizes.items()} for family, sizes in _TABLE.items()
 }  # fmt: skip
-"""Sizes of the language models, keyed by model_type and model size."""
+"""Sizes of the language models, keyed by model_type and model size. Models of Qwen3.5 with experts
+have the intermediate size of their shared expert.
+"""
 _HUB_NAMES = {
     "qwen2_5_vl": "Qwen2.5-VL-{}-Instruct", "qwen2_vl": "Qwen2-VL-{}-Instruct", "qwen3_vl": "Qwen3-VL-{}-Instruct",
-    "qwen3_vl_moe": "Qwen3-VL-{}-Instruct", "qwen3_5": "Qwen3.5-{}",
+    "qwen3_vl_moe": "Qwen3-VL-{}-Instruct", "qwen3_5": "Qwen3.5-{}", "qwen3_5_moe": "Qwen3.5-{}",
 }  # fmt: skip
 HUB_IDS = {f"Qwen/{_HUB_NAMES[family].format(size)}": (family, size) for family, sizes in RELEASED_SIZES.items() for size in sizes}
 """Maps a released model's name on the Hugging Face hub to (model_type, model size)."""
 _EXPERT_SIZES = {"30B-A3B": 768, "235B-A22B": 1536}
-"""Intermediate size of one of the 128 experts, keyed by model size."""
+"""Intermediate size of one of the 128 experts of Qwen3-VL, keyed by model size."""
+_EXPERTS_OF_QWEN3_5 = {"35B-A3B": (256, 8), "397B-A17B": (512, 10)}
+"""Number of experts, and of those that compute a token, keyed by model size."""
 _VISION_TOKEN_IDS = {"vision_start_token_id": 151652, "vision_end_token_id": 151653, "image_token_id": 151655, "video_token_id": 151656}
 _PATCH_SIZES = {"spatial_merge_size": 2, "temporal_patch_size": 2}
 
@@ -41,7 +46,8 @@ def make_released_config(size: str, *, family: str = "qwen2_5_vl") -> dict[str, 
     the older families, the content is flat, with the field names of transformers 4.41.
     """
     make = {
-        "qwen2_5_vl": _qwen2_5_vl, "qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl, "qwen3_vl_moe": _qwen3_vl_moe, "qwen3_5": _qwen3_5
+        "qwen2_5_vl": _qwen2_5_vl, "qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl, "qwen3_vl_moe": _qwen3_vl_moe, "qwen3_5": _qwen3_5,
+        "qwen3_5_moe": _qwen3_5_moe,
     }  # fmt: skip
     return make[family](size, RELEASED_SIZES[family][size])
 
@@ -139,6 +145,25 @@ def _qwen3_5(size: str, sizes: dict[str, int]) -> dict[str, object]:
         **config, "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text,
         "vision_config": vision | {"model_type": "qwen3_5", "deepstack_visual_indexes": []},
         "image_token_id": 248056, "video_token_id": 248057, "vision_start_token_id": 248053, "vision_end_token_id": 248054,
+    }  # fmt: skip
+
+
+def _qwen3_5_moe(size: str, sizes: dict[str, int]) -> dict[str, object]:
+    """Return the config of a dense model of these sizes, with experts of the MLP's size.
+
+    The sizes of the 35B model are the defaults of transformers 5.19 (Qwen3_5MoeTextConfig).
+    """
+    config = _qwen3_5(size, sizes)
+    text, vision = cast("dict[str, object]", config["text_config"]), cast("dict[str, object]", config["vision_config"])
+    num_experts, top_k = _EXPERTS_OF_QWEN3_5[size]
+    ffn = text.pop("intermediate_size")
+    text |= {
+        "model_type": "qwen3_5_moe_text", "num_experts": num_experts, "num_experts_per_tok": top_k, "moe_intermediate_size": ffn,
+        "shared_expert_intermediate_size": ffn, "router_aux_loss_coef": 0.001, "mlp_only_layers": [],
+    }  # fmt: skip
+    return {
+        **config, "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": text,
+        "vision_config": vision | {"model_type": "qwen3_5_moe"},
     }  # fmt: skip
 
 

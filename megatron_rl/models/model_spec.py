@@ -100,6 +100,8 @@ class ExpertSpec:
     """Intermediate size of one expert."""
     sparse_layers: tuple[bool, ...]
     """For each decoder layer, True if its MLP consists of experts, False if it is dense."""
+    shared_ffn_size: int = 0
+    """Intermediate size of the shared expert, which computes every token; 0 if there is none."""
 
 
 SHARED_SIZES = ("depth", "num_heads", "in_channels", "patch_size", "temporal_patch_size", "spatial_merge_size")
@@ -182,6 +184,12 @@ class ModelFamily:
     """Function that builds an ExpertSpec from the fields of text_config, and raises ValueError if
     a field is invalid; None if all models of the family are dense.
     """
+    has_swapped_experts: bool = False
+    """True if the last two dimensions of experts in released checkpoints, and in vLLM's loader, are
+    those of transformers' model (5.19) swapped.
+    """
+    ffn_size_field: str = "intermediate_size"
+    """Name of the text_config field with ModelSpec.ffn_size."""
     read_delta_net_spec: Callable[[Mapping[str, Any]], DeltaNetSpec] | None = None
     """Function that builds a DeltaNetSpec from the fields of text_config, and raises ValueError if
     a field is invalid; None if all layers of the family have attention.
@@ -200,6 +208,7 @@ class ModelSpec:
     num_layers: int
     hidden_size: int
     ffn_size: int
+    """Intermediate size of the dense MLPs, or of the shared expert if all layers have one."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -249,13 +258,14 @@ class ModelSpec:
 
         The shapes are read from transformers' model (5.19), built on the meta device. Tied
         embeddings are listed once, as `model.embed_tokens.weight`. Experts have the shapes of
-        released checkpoints; in memory, transformers stores their last two dimensions swapped.
+        released checkpoints (ModelFamily.has_swapped_experts).
         """
         with torch.device("meta"):
             # transformers modifies the config passed to it (attention implementation).
             model = self.family.model_class(deepcopy(self.config))
         shapes = {canonical_name(name): tensor.shape for name, tensor in model.state_dict().items()}
-        shapes |= {name: swap_last_dims(shape) for name, shape in shapes.items() if is_expert_tensor(name)}
+        if self.family.has_swapped_experts:
+            shapes |= {name: swap_last_dims(shape) for name, shape in shapes.items() if is_expert_tensor(name)}
         if self.tie_word_embeddings:
             del shapes["lm_head.weight"]
         return shapes

@@ -205,6 +205,21 @@ def fold_gate_up(unfolded: torch.Tensor) -> Tensors:
     return (unfolded.flatten(-2),)
 
 
+def unfold_swapped(tensors: Tensors) -> torch.Tensor:
+    """View the experts' gate_up_proj [E, 2F, H] of Qwen3.5 as [E, H, 2, F]."""
+    return unfold_gate_up((swap_matrices(tensors),))
+
+
+def swap_folded(unfolded: torch.Tensor) -> Tensors:
+    """View [E, H, 2, F] as gate_up_proj [E, 2F, H]; inverse of `unfold_swapped`."""
+    return (swap_matrices(fold_gate_up(unfolded)),)
+
+
+def swap_matrices(tensors: Tensors) -> torch.Tensor:
+    """Return a view of the only tensor [E, X, Y] as [E, Y, X]."""
+    return tensors[0].transpose(1, 2)
+
+
 def is_expert_tensor(name: str) -> bool:
     """Return True for a Hugging Face tensor that contains a matrix for each expert of a layer."""
     return name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))
@@ -215,12 +230,13 @@ def swap_last_dims(shape: torch.Size) -> torch.Size:
     return torch.Size((*shape[:-2], shape[-1], shape[-2]))
 
 
-def to_transformers_form(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a released checkpoint as transformers' model stores it in memory.
+def to_transformers_form(name: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return a tensor of a released checkpoint as transformers' model stores it, with `shape`.
 
-    transformers 5.19 swaps the last two dimensions of experts. The result is a view.
+    For some families, transformers 5.19 swaps the last two dimensions of experts. The result is a
+    view.
     """
-    return tensor.transpose(-1, -2) if is_expert_tensor(name) else tensor
+    return tensor.transpose(-1, -2) if is_expert_tensor(name) and tensor.shape != shape else tensor
 
 
 PEFT_PREFIX = "base_model.model."

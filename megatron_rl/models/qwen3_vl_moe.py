@@ -56,4 +56,5 @@ QWEN3_VL_MOE = replace(
     text_fields=QWEN3_MOE_TEXT,
     tower_class=Qwen3VLMoeVisionModel,
     read_expert_spec=expert_spec,
+    has_swapped_experts=True,
 )

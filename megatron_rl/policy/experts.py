@@ -25,11 +25,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
-from torch.nn.functional import grouped_mm, linear, pad
+from torch.nn.functional import grouped_mm, linear, pad, sigmoid
 
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.fused import swiglu
@@ -137,9 +138,26 @@ class Router(TopKRouter):
         return linear(input.float(), self.weight.float())
 
 
-def sparse_mlp_spec() -> ModuleSpec:
-    """Return the layer spec of a router with experts, which replaces that of an MLP."""
-    return ModuleSpec(MoELayer, submodules=MoESubmodules(experts=ModuleSpec(GroupedExperts), router=Router))
+class SharedExpert(SharedExpertMLP):
+    """Megatron's shared expert, which computes every token, with policy/fused.swiglu.
+
+    Each data-parallel replica has the whole shared expert, also under expert parallelism. Under
+    sequence parallelism, each rank has a partial gradient of `gate_weight`, as of a norm.
+    """
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the output in the shape of the input, multiplied by the sigmoid of the gate."""
+        output, _ = self.linear_fc2(swiglu(self.linear_fc1(hidden_states)[0]))
+        return output * sigmoid(linear(hidden_states, cast("torch.Tensor", self.gate_weight)))
+
+
+def sparse_mlp_spec(mlp: ModuleSpec) -> ModuleSpec:
+    """Return the layer spec of a router with experts, which replaces the spec `mlp` of an MLP.
+
+    A shared expert, if the model has one, has the linear layers of the MLP.
+    """
+    shared = ModuleSpec(SharedExpert, submodules=mlp.submodules)
+    return ModuleSpec(MoELayer, submodules=MoESubmodules(experts=ModuleSpec(GroupedExperts), shared_experts=shared, router=Router))
 
 
 def expert_config(spec: ModelSpec, ep: int) -> dict[str, Any]:
@@ -149,8 +167,10 @@ def expert_config(spec: ModelSpec, ep: int) -> dict[str, Any]:
     """
     if spec.experts is None:
         return {}
+    shared = {"moe_shared_expert_intermediate_size": spec.experts.shared_ffn_size, "moe_shared_expert_gate": True}
     return {
         "num_moe_experts": spec.experts.num_experts, "moe_router_topk": spec.experts.top_k, "moe_ffn_hidden_size": spec.experts.ffn_size,
         "moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": ep,
+        **(shared if spec.experts.shared_ffn_size else {}),
     }  # fmt: skip

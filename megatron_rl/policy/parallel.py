@@ -108,7 +108,7 @@ def sizes_cut_by_tp(model: ModelSpec) -> dict[str, int]:
 
     The vocabulary size is not included, because the vocabulary is padded.
     """
-    ffn = "rows of each MLP (intermediate_size)"
+    ffn = f"rows of each MLP ({model.family.ffn_size_field})"
     what = f"groups of {EXPERT_MULTIPLE} rows of each expert (moe_intermediate_size)"
     experts = {} if model.experts is None else {what: model.experts.ffn_size // EXPERT_MULTIPLE}
     delta = {} if model.delta_net is None else {"key heads of each delta net": model.delta_net.num_key_heads}

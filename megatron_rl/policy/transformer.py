@@ -177,7 +177,7 @@ def _with_experts(layer: ModuleSpec, norm: object) -> ModuleSpec:
     """
     parts = cast("Any", layer.submodules)
     keys = {name: key for name, key in parts.sharded_state_dict_keys_map.items() if not name.startswith("pre_mlp_layernorm")}
-    submodules = replace(parts, pre_mlp_layernorm=norm, mlp=sparse_mlp_spec(), sharded_state_dict_keys_map=keys)
+    submodules = replace(parts, pre_mlp_layernorm=norm, mlp=sparse_mlp_spec(parts.mlp), sharded_state_dict_keys_map=keys)
     return replace(layer, submodules=submodules)
 
 

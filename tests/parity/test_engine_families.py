@@ -1,4 +1,4 @@
-"""Engines of Qwen2-VL, of Qwen3-VL, dense and with experts, and of Qwen3.5 receive weights as the
+"""Engines of Qwen2-VL, and of Qwen3-VL and Qwen3.5, dense and with experts, receive weights as the
 policy sends them.
 
 Their logprobs are compared with Hugging Face's.
@@ -28,12 +28,15 @@ DELTA_NET = "model.language_model.layers.1.linear_attn."
 SPOILED = {
     "qwen3_vl_moe": [f"{EXPERTS}experts.gate_up_proj", f"{EXPERTS}experts.down_proj", f"{EXPERTS}gate.weight"],
     "qwen3_5": [f"{DELTA_NET}{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "A_log", "dt_bias")],
-}
+    "qwen3_5_moe": [f"{EXPERTS}{name}" for name in (
+        "experts.gate_up_proj", "experts.down_proj", "gate.weight", "shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate"
+    )],
+}  # fmt: skip
 """Starts of the names of tensors in which a bit is flipped, if not the merger's."""
 SQUARE = torch.tensor([[1, 4, 4]])
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
 def test_the_engine_serves_what_it_was_sent(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logprobs equal HF's for text, images of two sizes, and a second turn with another image.
 
@@ -42,7 +45,7 @@ def test_the_engine_serves_what_it_was_sent(family: str, tmp_path: Path, monkeyp
     make_checkpoint(tmp_path / "model", family=family, init="random", seed=1, vision_depth=4)
     renderer = Renderer(ModelSettings(path=str(tmp_path / "model")))
     hf = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
-    sent = {canonical_name(name): to_released_form(name, tensor) for name, tensor in hf.state_dict().items()}
+    sent = {canonical_name(name): to_released_form(name, tensor, family) for name, tensor in hf.state_dict().items()}
     assert sent.keys() == {name for row in read_spec(tmp_path / "model").param_mappings() for name in row.hf_names}
     with open_engine(tmp_path / "model", renderer, reads_weights=False) as engine:
         engine.load_weights(iter(sent.items()), version=1)

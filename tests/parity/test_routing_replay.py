@@ -66,7 +66,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, HfReferen
     hf.model.zero_grad()
     _, logprobs, loss = compute_forward(hf.model, hf.renderer, hf.contexts)
     loss.backward()
-    gradients = {canonical_name(name): to_released_form(name, parameter.grad) for name, parameter in hf.model.named_parameters()}
+    kind, parameters = hf.model.config.model_type, hf.model.named_parameters()
+    gradients = {canonical_name(name): to_released_form(name, parameter.grad, kind) for name, parameter in parameters}
     return folder, hf, {"logprobs": logprobs, "gradients": gradients}
 
 

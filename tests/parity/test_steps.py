@@ -50,7 +50,7 @@ def steps_of_hf(
         losses.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_grad).item())
         optimizer.step()
-    changes = {name: to_released_form(name, p.detach() - before[name]) for name, p in model.named_parameters()}
+    changes = {name: to_released_form(name, p.detach() - before[name], model.config.model_type) for name, p in model.named_parameters()}
     return losses, norms, {canonical_name(name): change for name, change in changes.items()}
 
 

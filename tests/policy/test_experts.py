@@ -66,24 +66,28 @@ def test_vllms_experts_are_summed_by_token() -> None:
     assert (output - expected).abs().max() <= 1e-5
 
 
-def engine_layer(backend: str, *, rank: int = 0, tp: int = 1, local: int = EXPERTS) -> SimpleNamespace:
+def engine_layer(backend: str, *, rank: int = 0, tp: int = 1, local: int = EXPERTS, is_swapped: bool = True) -> SimpleNamespace:
     config = SimpleNamespace(tp_rank=rank, tp_size=tp, num_experts=EXPERTS, num_local_experts=local)
-    return SimpleNamespace(moe_config=config, quant_method=SimpleNamespace(unquantized_backend=SimpleNamespace(value=backend)))
+    method = SimpleNamespace(unquantized_backend=SimpleNamespace(value=backend))
+    return SimpleNamespace(moe_config=config, quant_method=method, is_fused_checkpoint_transposed=is_swapped)
 
 
+@pytest.mark.parametrize("is_swapped", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_of_the_engine_holds_its_columns(rank: int) -> None:
+def test_a_rank_of_the_engine_holds_its_columns(rank: int, is_swapped: bool) -> None:
     """The locations on a rank of an engine with tp 2 have the sent tensor's slices, cut by hand
-    into vLLM's w13 and w2.
+    into vLLM's w13 and w2, if the sent tensors are those of Qwen3-VL or, not swapped, of Qwen3.5.
     """
     gate, up, down = (torch.randn(EXPERTS, *shape) for shape in ((HIDDEN, COLUMNS), (HIDDEN, COLUMNS), (COLUMNS, HIDDEN)))
     mine = slice(rank * COLUMNS // 2, (rank + 1) * COLUMNS // 2)
     w13 = torch.cat((gate[..., mine], up[..., mine]), -1).transpose(1, 2).contiguous()
     w2 = down[:, mine].transpose(1, 2).contiguous()
-    layer, sent = engine_layer("TRITON", rank=rank, tp=2), {"gate_up_proj": torch.cat((gate, up), -1), "down_proj": down}
+    layer = engine_layer("TRITON", rank=rank, tp=2, is_swapped=is_swapped)
+    sent = {"gate_up_proj": torch.cat((gate, up), -1), "down_proj": down}
     for kind, param in (("w13_weight", w13), ("w2_weight", w2)):
         ((name, place),) = expert_locations("layers.0.mlp.experts.routed_experts", layer, kind, param).items()
         tensor = sent[name.removeprefix("layers.0.mlp.experts.")]
+        tensor = tensor if is_swapped else tensor.transpose(1, 2)
         assert place.shape == tensor.shape and place.sent_checksums(tensor) == place.held_checksums()
         assert sum(piece.memory.numel() for piece in place.slices) == param.numel()
         param[-1, -1, -1] += 1

@@ -63,7 +63,7 @@ def test_ids_and_grids_are_those_of_its_processor(
     expected = made_by(theirs[family], messages, pictures, size={"shortest_edge": LEAST, "longest_edge": MOST})
     assert context.token_ids == expected["input_ids"][0].tolist()
     assert [list(image.grid) for image in context.images] == expected["image_grid_thw"].tolist()
-    side = {"qwen2_5_vl": 28, "qwen2_vl": 28, "qwen3_vl": 32, "qwen3_vl_moe": 32, "qwen3_5": 32}[family]
+    side = {"qwen2_5_vl": 28, "qwen2_vl": 28, "qwen3_vl": 32, "qwen3_vl_moe": 32, "qwen3_5": 32, "qwen3_5_moe": 32}[family]
     for image in context.images:
         width, height = image.pil.size
         assert width % side == height % side == 0 and LEAST <= width * height <= MOST

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.config import ModelSettings
@@ -47,18 +48,20 @@ def delta_rule_in_float64(
 
 
 HF_DELTA_RULE = modeling_qwen3_5.torch_chunk_gated_delta_rule
-modeling_qwen3_5.torch_chunk_gated_delta_rule = delta_rule_in_float64
+for modeling in (modeling_qwen3_5, modeling_qwen3_5_moe):  # the same function, generated twice
+    modeling.torch_chunk_gated_delta_rule = delta_rule_in_float64
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-def to_released_form(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor of HF's model in the form of released checkpoints, in which the experts' last
-    two dimensions are swapped.
+def to_released_form(name: str, tensor: torch.Tensor | None, model_type: str = "qwen3_vl_moe") -> torch.Tensor | None:
+    """Return a tensor of HF's model in the form of released checkpoints, in which the last two
+    dimensions of Qwen3-VL's experts are swapped.
     """
-    return tensor.transpose(-1, -2) if tensor is not None and tensor.dim() == 3 and is_expert_tensor(name) else tensor
+    is_swapped = tensor is not None and tensor.dim() == 3 and is_expert_tensor(name) and model_type != "qwen3_5_moe"
+    return tensor.transpose(-1, -2) if is_swapped else tensor
 
 
 def compute_logits(model: PreTrainedModel, renderer: Renderer, context: TokenSequence) -> torch.Tensor:
@@ -139,7 +142,8 @@ class HfReference:
         assert self.rounding_error < 2e-5
         loss.backward()
         self.loss = loss.item()
-        self.gradients = {canonical_name(name): to_released_form(name, parameter.grad) for name, parameter in self.model.named_parameters()}
+        kind = self.model.config.model_type
+        self.gradients = {canonical_name(name): to_released_form(name, p.grad, kind) for name, p in self.model.named_parameters()}
 
     @property
     def tolerance(self) -> float:

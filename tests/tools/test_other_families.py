@@ -1,4 +1,4 @@
-"""Conversion of Qwen2-VL, Qwen3-VL, dense and with experts, and Qwen3.5 to Megatron and back:
+"""Conversion of Qwen2-VL, Qwen3-VL and Qwen3.5, dense and with experts, to Megatron and back:
 complete, bit for bit, and with equal outputs of transformers and Megatron.
 """
 
@@ -19,13 +19,13 @@ from tests.support.foreign_checkpoints import read_hf_tensors, write_fsdp, write
 from tests.support.indivisible_vocabulary import add_tokens
 from tests.support.merge_checks import assert_refused, assert_same_tensors, run_merge
 
-FAMILIES = ["qwen2_vl", "qwen3_vl"]
+FAMILIES, OTHERS = ["qwen2_vl", "qwen3_vl"], ["qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families")
-    for family in ("qwen3_vl_moe", "qwen3_5"):
+    for family in OTHERS:
         make_checkpoint(folder / family, family=family, init="random", seed=2, vision_depth=3)
     for family in FAMILIES:
         for tied in (False, True):
@@ -38,7 +38,7 @@ def copy_companions(model: Path, into: Path) -> None:
 
 
 @pytest.mark.known_failure("round-trip-loses-weights")
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_vl_moe", "qwen3_5"])
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_there_and_back(family: str, tmp_path: Path) -> None:
     """Tensors have the names of Qwen's releases, and transformers loads them all, bit for bit
     equal. --verify compares logits for a prompt with two images.
@@ -68,11 +68,11 @@ def test_a_tensor_of_a_stacked_picture_that_is_missing_is_named(tmp_path: Path, 
     assert not (tmp_path / "mcore").exists()
 
 
-@pytest.mark.parametrize(("family", "mesh_shape"), [*product(FAMILIES, [(1,), (3,), (2, 2)]), ("qwen3_vl_moe", (3,)), ("qwen3_5", (3,))])
+@pytest.mark.parametrize(("family", "mesh_shape"), [*product(FAMILIES, [(1,), (3,), (2, 2)]), *product(OTHERS, [(3,)])])
 def test_fsdp_shards(family: str, mesh_shape: tuple[int, ...], models: Path, tmp_path: Path) -> None:
     """Even, uneven and replicated shards, with the names of transformers' modules as in a state
-    dict, give the Hugging Face model's tensors. transformers' experts are stored with two
-    dimensions swapped.
+    dict, give the Hugging Face model's tensors. transformers' experts of Qwen3-VL are stored
+    with two dimensions swapped.
     """
     checkpoint = tmp_path / "actor"
     state = AutoModelForImageTextToText.from_pretrained(models / family, dtype=torch.float32).state_dict()

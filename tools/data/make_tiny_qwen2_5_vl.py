@@ -1,6 +1,6 @@
-"""Writes a small Qwen2.5-VL, Qwen2-VL, Qwen3-VL, Qwen3-VL-MoE or Qwen3.5 model for Hugging Face.
+"""Writes a small Qwen2.5-VL, Qwen2-VL, Qwen3-VL or Qwen3.5 model, dense or with experts.
 
-The folder contains the config, weights, tokenizer, processor and chat template, and is created
+The Hugging Face folder contains the config, weights, tokenizer, processor and chat template, and is created
 atomically.
 
 The preset `nano` has random weights, 140x140 images, and a byte-level BPE tokenizer with Qwen's
@@ -52,8 +52,11 @@ FAMILIES = {
     "qwen3_vl": _QWEN3_PROCESSOR,
     "qwen3_vl_moe": _QWEN3_PROCESSOR,
     "qwen3_5": _QWEN3_PROCESSOR,
+    "qwen3_5_moe": _QWEN3_PROCESSOR,
 }
 """Processor class, video processor class and image processor settings, keyed by model_type."""
+QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
+QWEN3 = ("qwen3_vl", "qwen3_vl_moe", *QWEN3_5)
 # Qwen2.5's added tokens in the order of its tokenizer.json. SPECIAL_TOKENS are skipped in decoded
 # text; PLAIN_TOKENS are kept.
 SPECIAL_TOKENS = (
@@ -88,13 +91,15 @@ class ModelSizes:
     kv_heads: int = 2
     intermediate: int = 256
     experts: int = 8
-    """Number of experts in each layer of qwen3_vl_moe, except layer 1, which is dense."""
+    """Number of experts in each sparse layer. Layer 1 of qwen3_vl_moe is dense."""
     experts_per_token: int = 2
     expert_intermediate: int = 96
+    shared_intermediate: int = 80
+    """Intermediate size of the shared expert of qwen3_5_moe."""
     delta_key_heads: int = 4
-    """Number of key heads in the delta net of qwen3_5, with two value heads for each key head."""
+    """Number of key heads in the delta net of Qwen3.5, with two value heads for each key head."""
     attention_interval: int = 3
-    """Every layer of qwen3_5 with this number, counted from one, or a multiple of it has full
+    """Every layer of Qwen3.5 with this number, counted from one, or a multiple of it has full
     attention. The others have a gated delta net.
     """
     vision_depth: int = 2
@@ -228,13 +233,13 @@ def model_config(sizes: ModelSizes, ids: dict[str, int], *, family: str, vocab_s
     # Of the 64 rotary pairs of a head, Qwen2.5-VL uses 16 for time, 24 for height and 24 for width.
     # Qwen3-VL uses 24, 20 and 20 pairs, which are interleaved.
     # Qwen3.5 rotates a quarter of a head of 256 channels and uses 11, 11 and 10 pairs.
-    is_qwen3 = family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")
-    head_dim = 32 if family == "qwen3_5" else 2 * pairs
-    pairs = head_dim // 8 if family == "qwen3_5" else pairs
+    is_qwen3 = family in QWEN3
+    head_dim = 32 if family in QWEN3_5 else 2 * pairs
+    pairs = head_dim // 8 if family in QWEN3_5 else pairs
     spatial = 5 * pairs // 16 if is_qwen3 else 3 * pairs // 8
     rope = {"rope_type": "default", "rope_theta": sizes.rope_theta, "mrope_section": [pairs - 2 * spatial, spatial, spatial]}
     rope |= {"mrope_interleaved": True} if is_qwen3 else {}
-    rope |= {"partial_rotary_factor": 0.25} if family == "qwen3_5" else {}
+    rope |= {"partial_rotary_factor": 0.25} if family in QWEN3_5 else {}
     text = {
         "vocab_size": vocab_size, "hidden_size": sizes.hidden, "intermediate_size": sizes.intermediate, "num_hidden_layers": sizes.layers,
         "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "max_position_embeddings": sizes.max_position,
@@ -247,7 +252,13 @@ def model_config(sizes: ModelSizes, ids: dict[str, int], *, family: str, vocab_s
             "num_experts": sizes.experts, "num_experts_per_tok": sizes.experts_per_token, "norm_topk_prob": True,
             "moe_intermediate_size": sizes.expert_intermediate, "mlp_only_layers": [1], "decoder_sparse_step": 1,
         }  # fmt: skip
-    if family == "qwen3_5":
+    if family == "qwen3_5_moe":
+        del text["intermediate_size"]
+        text |= {
+            "num_experts": sizes.experts, "num_experts_per_tok": sizes.experts_per_token,
+            "moe_intermediate_size": sizes.expert_intermediate, "shared_expert_intermediate_size": sizes.shared_intermediate,
+        }  # fmt: skip
+    if family in QWEN3_5:
         full = [(layer + 1) % sizes.attention_interval == 0 for layer in range(sizes.layers)]
         text |= {
             "layer_types": ["full_attention" if each else "linear_attention" for each in full], "linear_conv_kernel_dim": 4,
@@ -268,7 +279,7 @@ def vision_config(sizes: ModelSizes, family: str) -> dict[str, object]:
     if family == "qwen2_vl":
         return {**shared, "embed_dim": width, "hidden_size": sizes.hidden, "mlp_ratio": 2, "patch_size": 14}
     shared |= {"hidden_size": width, "intermediate_size": 2 * width, "out_hidden_size": sizes.hidden}
-    if family == "qwen3_5":
+    if family in QWEN3_5:
         return {**shared, "patch_size": 16, "num_position_embeddings": 64}
     if family in ("qwen3_vl", "qwen3_vl_moe"):
         stacked = list(range(min(3, sizes.vision_depth)))
@@ -321,7 +332,7 @@ def _mean(name: str, family: str) -> float:
     """Return the mean of a vector's initial values."""
     if name.endswith("A_log"):
         return -2.0
-    is_offset = family == "qwen3_5" and "language_model." in name and not name.endswith("linear_attn.norm.weight")
+    is_offset = family in QWEN3_5 and "language_model." in name and not name.endswith("linear_attn.norm.weight")
     return 0.0 if name.endswith("bias") or is_offset else 1.0
 
 
@@ -392,23 +403,21 @@ def write_checkpoint(folder: Path, sizes: ModelSizes, *, family: str, preset: st
     model.generation_config.eos_token_id = [ids["<|im_end|>"], ids["<|endoftext|>"]]
     model.generation_config.pad_token_id = ids["<|endoftext|>"]
     model.save_pretrained(folder)
-    if family == "qwen3_vl_moe":
-        write_released_experts(folder / "model.safetensors")
+    if family in ("qwen3_vl_moe", "qwen3_5_moe"):
+        write_released_experts(folder / "model.safetensors", model, is_swapped=family == "qwen3_vl_moe")
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def write_released_experts(path: Path) -> None:
+def write_released_experts(path: Path, model: torch.nn.Module, *, is_swapped: bool) -> None:
     """Rewrite a file saved by transformers so that experts have the form of released checkpoints.
 
-    transformers 5.19 saves the experts with their last two dimensions swapped, which vLLM cannot
-    load.
+    transformers 5.19 saves the experts of Qwen3-VL with their last two dimensions swapped, which
+    vLLM cannot load, and those of Qwen3.5 as one tensor for each expert.
     """
-    tensors = load_file(path)
-    save_file(
-        {name: x.transpose(-1, -2).contiguous() if is_expert_tensor(name) else x for name, x in tensors.items()},
-        path,
-        metadata={"format": "pt"},
-    )
+    tensors = {name: x for name, x in load_file(path).items() if ".mlp.experts." not in name}
+    experts = {name: x.detach() for name, x in model.named_parameters() if is_expert_tensor(name)}
+    tensors |= {name: (x.transpose(-1, -2) if is_swapped else x).contiguous() for name, x in experts.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def make_checkpoint(
@@ -427,7 +436,7 @@ def make_checkpoint(
     require_choice("--preset", preset, ("nano", "nano_search", "smollm2"))
     require_choice("--init", init, ("learn", "random"))
     require(
-        preset != "smollm2" or family not in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5"),
+        preset != "smollm2" or family not in QWEN3,
         "--family",
         family,
         "not supported with --preset smollm2: SmolLM2 does not normalize queries and keys",

@@ -49,10 +49,11 @@ def _apply_experts(
 
 
 def expert_locations(prefix: str, module: Any, kind: str, param: torch.Tensor) -> dict[str, EngineTensorLocation]:
-    """Return the location of gate_up_proj [E, H, 2F] or down_proj [E, F, H], keyed by engine name.
+    """Return the location of gate_up_proj or down_proj of all experts, keyed by engine name.
 
-    The parameter is w13_weight [E, 2F, H] or w2_weight [E, H, F] with this rank's part of F. Raises
-    RuntimeError if the engine does not keep the weights as they are loaded.
+    The parameter is w13_weight [E, 2F, H] or w2_weight [E, H, F] with this rank's part of F. Qwen3.5
+    has tensors of these shapes; Qwen3-VL's have the last two dimensions swapped. Raises RuntimeError
+    if the engine does not keep the weights as they are loaded.
     """
     backend = module.quant_method.unquantized_backend.value
     config = module.moe_config
@@ -62,12 +63,10 @@ def expert_locations(prefix: str, module: Any, kind: str, param: torch.Tensor) -
             "on this rank, which cannot be updated in place; start the engine with --moe-backend triton and without expert parallelism"
         )
     stem, rank, tp = prefix.removesuffix("routed_experts"), config.tp_rank, config.tp_size
-    columns = param.shape[1] // 2 if kind == "w13_weight" else param.shape[2]
-    whole, start, view = columns * tp, columns * rank, param.transpose(1, 2)
-    if kind == "w13_weight":
-        gate, up = view.chunk(2, 2)
-        slices = [WeightSlice(gate, 2, start), WeightSlice(up, 2, whole + start)]
-        return {f"{stem}gate_up_proj": EngineTensorLocation(shape=torch.Size((*view.shape[:2], 2 * whole)), slices=slices)}
-    assert kind == "w2_weight", kind
-    shape = torch.Size((view.shape[0], whole, view.shape[2]))
-    return {f"{stem}down_proj": EngineTensorLocation(shape=shape, slices=[WeightSlice(view, 1, start)])}
+    is_swapped, is_gate_up = module.is_fused_checkpoint_transposed, kind == "w13_weight"
+    view, dim = (param.transpose(1, 2), 2 if is_gate_up else 1) if is_swapped else (param, 1 if is_gate_up else 2)
+    parts = view.chunk(2, dim) if is_gate_up else (view,)  # gate before up
+    columns = parts[0].shape[dim]
+    slices = [WeightSlice(part, dim, columns * (tp * number + rank)) for number, part in enumerate(parts)]
+    shape = [size * tp if each == dim else size for each, size in enumerate(view.shape)]
+    return {f"{stem}{'gate_up_proj' if is_gate_up else 'down_proj'}": EngineTensorLocation(shape=torch.Size(shape), slices=slices)}

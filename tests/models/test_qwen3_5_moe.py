@@ -1,0 +1,111 @@
+"""Qwen3.5 with experts: layers, fields of the config, and the layout of experts and of the shared
+expert.
+"""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from transformers import Qwen3_5MoeForConditionalGeneration
+
+from megatron_rl.config import ParallelSettings
+from megatron_rl.models.decoder import qwen3_5_moe_layer_mappings
+from megatron_rl.models.hf_config import parse_spec
+from megatron_rl.models.known_models import load_known_spec, make_released_config
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.name_mapping import AttentionHeads, canonical_name
+from megatron_rl.policy.parallel import check_layout
+
+
+def parse(**text: object) -> ModelSpec:
+    """Return the model of a released config with three layers and four experts."""
+    stored = deepcopy(make_released_config("35B-A3B", family="qwen3_5_moe"))
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    stored["text_config"] |= {"num_hidden_layers": 3, "layer_types": layers, "num_experts": 4, "num_experts_per_tok": 2, **text}
+    return parse_spec(stored, folder="m", key="model.path")
+
+
+def test_sizes_and_layers_are_those_of_transformers() -> None:
+    """Tensors, and the shapes of experts in checkpoints, are those of the model that transformers
+    builds from the config; all layers have experts, and each has a shared expert.
+    """
+    spec = parse(shared_expert_intermediate_size=384)
+    with torch.device("meta"):
+        tensors = Qwen3_5MoeForConditionalGeneration(deepcopy(spec.config)).state_dict()
+    assert spec.experts is not None and spec.experts.sparse_layers == (True,) * 3
+    assert (spec.experts.ffn_size, spec.experts.shared_ffn_size, spec.ffn_size) == (512, 384, 384)
+    assert [spec.is_linear(layer) for layer in range(3)] == [True, False, True]
+    assert spec.shapes() == {canonical_name(name): tensor.shape for name, tensor in tensors.items()}
+    assert {name for row in spec.param_mappings() for name in row.hf_names} == spec.shapes().keys()
+
+
+@pytest.mark.parametrize(("size", "billions", "active"), [("35B-A3B", 35, 3), ("397B-A17B", 397, 17)])
+def test_released_sizes_are_read(size: str, billions: int, active: int) -> None:
+    """The sizes of a released model give the numbers of all and of active parameters in its name."""
+    spec = load_known_spec(f"Qwen/Qwen3.5-{size}")
+    assert spec.experts is not None
+    shapes = {name: shape.numel() for name, shape in spec.shapes().items() if not name.startswith("visual.")}
+    experts = sum(count for name, count in shapes.items() if ".mlp.experts." in name)
+    assert sum(shapes.values()) == pytest.approx(billions * 1e9, rel=0.02)
+    unused = experts * (1 - spec.experts.top_k / spec.experts.num_experts)
+    assert sum(shapes.values()) - unused == pytest.approx(active * 1e9, rel=0.16)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ({"num_experts": 0}, "num_experts is 0, not a positive integer"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1, not between 2 and num_experts, 4"),
+        ({"moe_intermediate_size": 514}, "moe_intermediate_size is 514, not a multiple of 8"),
+        ({"moe_intermediate_size": 1024}, "moe_intermediate_size is 1024 and hidden_size 2048, .* no clear orientation"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0, not a positive integer"),
+        ({"norm_topk_prob": False}, "text_config.norm_topk_prob is False, supported: True"),
+        ({"decoder_sparse_step": 2}, "text_config.decoder_sparse_step is 2, supported: 1"),
+        ({"mlp_only_layers": [1]}, r"text_config.mlp_only_layers is \[1\], supported: \[\]"),
+        ({"num_shared_experts": 1}, "text_config.num_shared_experts is 1, an unknown field"),
+        ({"linear_num_key_heads": 0}, "linear_num_key_heads is 0, not a positive integer"),
+    ],
+)
+def test_a_config_that_is_not_computed_is_refused(text: dict, said: str) -> None:
+    """Invalid or unsupported settings are rejected in one line that names the key."""
+    with pytest.raises(ValueError, match=rf"^model.path=m: config.json[^\n]*{said}[^\n]*$"):
+        parse(**text)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_a_rank_has_its_columns_of_every_expert(tp: int) -> None:
+    """The shards are the rank's columns of gate and up, and rows of down, of every expert and of
+    the shared expert, cut by hand; converting the shards back restores the tensors.
+    """
+    mappings = qwen3_5_moe_layer_mappings(0, AttentionHeads(2, 2, 4), is_sparse=True)
+    rows = {row.mcore_name.rpartition(".mlp.")[2]: row for row in mappings if ".mlp." in row.mcore_name}
+    assert rows.keys() == {
+        "router.weight", "experts.linear_fc1", "experts.linear_fc2",
+        "shared_experts.linear_fc1.weight", "shared_experts.linear_fc2.weight", "shared_experts.gate_weight",
+    }  # fmt: skip
+    gate, up, down = torch.randn(5, 6, 4), torch.randn(5, 6, 4), torch.randn(5, 4, 6)
+    tensors = {
+        "experts.linear_fc1": (torch.cat((gate, up), 1),), "experts.linear_fc2": (down,),
+        "shared_experts.linear_fc1.weight": (gate[0], up[0]), "shared_experts.linear_fc2.weight": (down[0],),
+    }  # fmt: skip
+    shards = {name: [rows[name].to_mcore(whole, rank, tp) for rank in range(tp)] for name, whole in tensors.items()}
+    for rank in range(tp):
+        columns = slice(rank * 6 // tp, (rank + 1) * 6 // tp)
+        both = torch.stack((gate[:, columns].mT, up[:, columns].mT), 2)
+        assert torch.equal(shards["experts.linear_fc1"][rank], both)
+        assert torch.equal(shards["experts.linear_fc2"][rank], down[:, :, columns].mT)
+        assert torch.equal(shards["shared_experts.linear_fc1.weight"][rank], torch.cat((gate[0, columns], up[0, columns])))
+        assert torch.equal(shards["shared_experts.linear_fc2.weight"][rank], down[0, :, columns])
+    for name, whole in tensors.items():
+        assert all(torch.equal(one, other) for one, other in zip(rows[name].to_hf(shards[name]), whole, strict=True)), name
+    assert rows["shared_experts.gate_weight"].shard_dim is None and rows["shared_experts.linear_fc1.weight"].expert_dim is None
+
+
+def test_layouts_that_do_not_fit_are_refused() -> None:
+    """Tensor parallelism must divide the shared expert, and requires sequence parallelism."""
+    check_layout(ParallelSettings(tp=2, sequence_parallel=True, ep=2), parse(), 4)
+    with pytest.raises(ValueError, match=r"^parallel.tp=2: needs parallel.sequence_parallel=true, because the model has experts$"):
+        check_layout(ParallelSettings(tp=2), parse(), 2)
+    said = r"^parallel.tp=2: does not divide the model's 511 rows of each MLP \(shared_expert_intermediate_size\); use one of 1$"
+    with pytest.raises(ValueError, match=said):
+        check_layout(ParallelSettings(tp=2, sequence_parallel=True), parse(shared_expert_intermediate_size=511), 2)
