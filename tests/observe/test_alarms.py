@@ -259,12 +259,12 @@ def test_duplicates_are_counted_inside_groups() -> None:
 
 
 def test_judge_and_rules_are_compared_in_audits() -> None:
-    """Five audits: scores of judge and rules are 1 and 0.8, 0 and 0.8, 1 and 0, 0 and 0, 0.5 and 1.
+    """Five audits: scores of judge and rules are 1 and 0.8, 0 and 1, 1 and 0, 0 and 0, 0.5 and 1.
 
     Three of them agree. The judge's score is the mean over the verdicts 1, 0.5 and 0 that are
     rewards; the last of these was not audited.
     """
-    audits = [(1.0, 0.8, True), (0.0, 0.8, False), (1.0, 0.0, False), (0.0, 0.0, False), (0.5, 1.0, True), (0.0, None, True)]
+    audits = [(1.0, 0.8, True), (0.0, 1.0, False), (1.0, 0.0, False), (0.0, 0.0, False), (0.5, 1.0, True), (0.0, None, True)]
     rollouts = [of_terms(group, 1.0, (7, 7)) for group in range(len(audits))]
     for rollout, (value, by_rules, is_reward) in zip(rollouts, audits, strict=True):
         rollout.verdicts = [JudgeResult(judge="j", prompt="p", value=value, rule_score=by_rules, is_reward=is_reward)]
