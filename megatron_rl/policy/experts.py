@@ -83,6 +83,22 @@ class GroupedExperts(nn.Module):
         }  # fmt: skip
 
 
+def release_after_passes(model: GPTModel) -> None:
+    """Let the layers with experts release the tensors of their dispatcher at the end of each pass.
+
+    Megatron's dispatcher would keep them until the next pass, also while the engine generates. With
+    recomputation, the graph of the router's weights also keeps the layer's input and its gradient.
+    """
+    for layer in model.decoder.layers:
+        if layer.is_moe_layer:
+            cast("nn.Module", layer.mlp).register_forward_hook(_release)
+
+
+def _release(layer: nn.Module, *_: object) -> None:
+    dispatcher = cast("Any", layer).token_dispatcher
+    dispatcher.local_probs = dispatcher.local_map = dispatcher.reversed_local_input_permutation_mapping = None
+
+
 class PaddedTokenDispatcher(MoEAllGatherTokenDispatcher):
     """Megatron's all-gather dispatcher for ranks with different numbers of tokens.
 

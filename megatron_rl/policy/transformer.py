@@ -27,7 +27,7 @@ from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.attention import PackedCoreAttention, Segments, SharedPromptParams, to_device
 from megatron_rl.policy.deepstack import DeepStack, add_to_layer, split_embeddings
 from megatron_rl.policy.delta_rule import plan_chunks
-from megatron_rl.policy.experts import expert_config, pad_token_exchange, sparse_mlp_spec
+from megatron_rl.policy.experts import expert_config, pad_token_exchange, release_after_passes, sparse_mlp_spec
 from megatron_rl.policy.fused import fused_rms_norm, fused_swiglu, fuses_activation, zero_centered_rms_norm
 from megatron_rl.policy.gated_delta_net import GatedSelfAttention, delta_net_config, with_delta_net
 from megatron_rl.policy.kernels import uses_transformer_engine
@@ -249,6 +249,7 @@ class ModelChunk(MegatronModule):
             for layer in self.language.decoder.layers:
                 if not layer.is_moe_layer:
                     cast("nn.Module", layer.mlp).__class__ = FusedMLP
+        release_after_passes(self.language)
         if layout.ep > 1:
             pad_token_exchange(self.language)
         self.vision = build_vision_tower(spec, layout, dtype, lora=lora) if self.pre_process else None
