@@ -17,10 +17,18 @@ pytestmark = [
     pytest.mark.skipif(not has_compiler(), reason="no g++: the code for GPUs was NOT tested on emulated devices"),
     pytest.mark.timeout(1000),  # half a minute on two idle cores
 ]
-LAYOUTS = ["2,1,1,1,full,untied", "1,2,1,0,none,tied"]
+LAYOUTS = ["2,1,1,1,full,untied", "1,2,1,0,none,tied", "2,1,1,1,selective,qwen3_5", "1,1,1,0,full,ep2,qwen3_vl_moe"]
 """tp, pp, vpp, sequence parallelism, recomputation, model."""
-LONG_LAYOUTS = ["1,1,1,0,full,untied", "1,2,2,0,none,untied", "2,1,1,1,none,qwen2_vl", "2,1,1,1,full,qwen3_vl", "1,2,1,0,none,qwen3_vl"]
+LONG_LAYOUTS = [
+    "1,1,1,0,full,untied", "1,2,2,0,none,untied", "2,1,1,1,none,qwen2_vl", "2,1,1,1,full,qwen3_vl", "1,2,1,0,none,qwen3_vl",
+    "1,1,1,0,none,qwen3_5", "1,2,2,0,full,qwen3_5", "2,1,1,1,none,qwen3_vl_moe", "1,2,1,0,full,qwen3_vl_moe",
+]  # fmt: skip
 """Two data-parallel ranks, an interleaved pipeline and other families."""
+SIZES = {
+    "qwen2_vl": {"vision_depth": 3}, "qwen3_vl": {"vision_depth": 3, "layers": 12}, "qwen3_5": {"seed": 3},
+    "qwen3_vl_moe": {"vision_depth": 2},
+}  # fmt: skip
+"""Sizes of the models of other families, by family."""
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +36,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for name in ("tied", "untied"):
         make_checkpoint(folder / name, preset="nano", init="random", seed=1, heads=8, kv_heads=4, tied=name == "tied")
+    for family, sizes in SIZES.items():
+        make_checkpoint(folder / family, family=family, init="random", **{"seed": 1, "heads": 8, "kv_heads": 4, **sizes})
     return folder
 
 
@@ -94,8 +104,6 @@ def test_collectives_that_differ_raise_on_every_rank(world: tuple[Path, dict, di
 
 @pytest.mark.long
 def test_other_layouts_and_families(models: Path, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
-    for family, layers in (("qwen2_vl", 4), ("qwen3_vl", 12)):
-        make_checkpoint(models / family, family=family, init="random", seed=1, heads=8, kv_heads=4, vision_depth=3, layers=layers)
     truth, ours = run_layouts(models, tmp_path, LONG_LAYOUTS, torchrun)
     for layout in LONG_LAYOUTS:
         assert_equal_results(truth[layout], ours[layout])

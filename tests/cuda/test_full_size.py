@@ -24,7 +24,7 @@ from tests.contracts.test_recipes import RECIPES
 from tests.support.cuda import launch
 from tests.support.cuda.build import has_compiler
 from tests.support.full_size import fake_kernels
-from tests.support.update_waits import UPDATE_WAITS, count_by_file
+from tests.support.update_waits import LAYER_WAITS, UPDATE_WAITS, count_by_file
 
 CASES = [
     ("numberline_ppo_7b_h100x2", 0, "shared"), ("lewis_listener_7b_h100x4", 0, "shared"), ("vqa_3b_1gpu", 0, "shared"),
@@ -46,12 +46,9 @@ SAME_SHAPES = {
 differ in replicas, offloading, the objective, or the sizes of images."""
 
 
-EXPERT_WAITS = {
-    "copy to host in pipeline.py": 1, "copy to host in token_dispatcher.py": 1, "masked_select in moe_utils.py": 1,
-    "masked_select in token_dispatcher.py": 1, "copy to device from unpinned memory in experts.py": 1,
-}  # fmt: skip
+EXPERT_WAITS = {"copy to host in pipeline.py": 1} | LAYER_WAITS
 """Waits in a layer with divided experts, and one per pass in the pipeline, which exchanges the sizes
-of micro-batches: the numbers of tokens per expert depend on the routing."""
+of micro-batches."""
 
 
 def test_every_recipe_has_a_case() -> None:

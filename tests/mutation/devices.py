@@ -168,4 +168,18 @@ MUTANTS = (
         "",
         ENGINE + "-k nccl",
     ),
+    Mutant(
+        "a layer with experts keeps the tensors of its dispatcher after an update",
+        "megatron_rl/policy/experts.py",
+        "    dispatcher.local_probs = dispatcher.local_map = dispatcher.reversed_local_input_permutation_mapping = None\n",
+        "",
+        ON_DEVICE + "test_memory.py -k qwen3_vl_moe",
+    ),
+    Mutant(
+        "indices of the delta rule are sent from memory that is not page-locked",
+        "megatron_rl/policy/transformer.py",
+        "plan.to(partial(to_device, device=batch.token_T.device))",
+        "plan.to(lambda tensor: tensor.to(batch.token_T.device))",
+        ON_DEVICE + "test_waits.py -k delta",
+    ),
 )

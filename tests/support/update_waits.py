@@ -29,6 +29,14 @@ UPDATE_WAITS = {
 are finite, and the gradient norm."""
 
 
+LAYER_WAITS = {
+    "copy to host in token_dispatcher.py": 1, "masked_select in moe_utils.py": 1,
+    "masked_select in token_dispatcher.py": 1, "copy to device from unpinned memory in experts.py": 1,
+}  # fmt: skip
+"""Waits in each layer with experts and micro-batch, twice with full recomputation: the numbers of
+tokens per expert depend on the routing."""
+
+
 def count_update_waits(
     model: Path, layout: Layout, parallel: ParallelSettings, *, dtype: str = "bfloat16", rank: int = 0, micro_batches: int = 1
 ) -> tuple[Counter[str], Policy]:

@@ -22,6 +22,7 @@ from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.trainable_model import TrainableModel
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import MicroBatch
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.support.packed_example import make_example_items
 from tests.support.single_process_policy import close_with_world, single_process_world
 
@@ -125,6 +126,14 @@ def test_the_update_after_a_load_is_that_of_the_unbroken_run(name: str, random_m
             for policy in (first, second):
                 of_reference, truth = policy.logprobs(trainer.batches, weights="reference"), initial.logprobs(trainer.batches)
                 assert all(torch.equal(a, b) for a, b in zip(of_reference, truth, strict=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "offloaded", "reference"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl_moe"])
+def test_other_families_resume(family: str, name: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / family, family=family, init="random", seed=1, vision_depth=2)
+    test_the_update_after_a_load_is_that_of_the_unbroken_run(name, tmp_path / family, tmp_path / "saved")
 
 
 def test_a_critic_with_its_own_backbone_resumes(random_model: Path, tmp_path: Path) -> None:

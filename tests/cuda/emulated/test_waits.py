@@ -16,7 +16,11 @@ from megatron_rl.policy import attention, transformer
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.support.single_process_policy import close_with_world, single_process_world
-from tests.support.update_waits import UPDATE_WAITS, count_update_waits
+from tests.support.update_waits import LAYER_WAITS, UPDATE_WAITS, count_update_waits
+
+KERNEL_WAITS = {"copy to host in experts.py": 2, "copy to host in torch": 4}
+"""Waits of grouped products, in a layer with experts, with and without gradients. Only torch's
+kernels for CPUs read the numbers of rows; tests/cuda/test_full_size.py counts without them."""
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +28,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for blocks in (2, 4):
         make_checkpoint(folder / str(blocks), preset="nano", init="random", seed=1, layers=blocks, vision_depth=blocks)
+    for family in ("qwen3_5", "qwen3_vl_moe"):
+        make_checkpoint(folder / family, family=family, init="random", seed=1, vision_depth=2)
     return folder
 
 
@@ -37,12 +43,23 @@ def waits(model: Path, *, recompute: str = "none", **case: object) -> Counter[st
 
 @pytest.mark.parametrize(
     ("blocks", "case"),
-    [("2", {"micro_batches": 3}), ("4", {"recompute": "full", "rank": 4}), ("4", {"dtype": "float32", "recompute": "selective"})],
-    ids=["bfloat16", "adapters", "float32"],
-)
+    [
+        ("2", {"micro_batches": 3}), ("4", {"recompute": "full", "rank": 4}), ("4", {"dtype": "float32", "recompute": "selective"}),
+        ("qwen3_5", {"micro_batches": 2, "recompute": "selective"}),
+    ],
+    ids=["bfloat16", "adapters", "float32", "delta nets"],
+)  # fmt: skip
 def test_the_host_waits_in_no_micro_batch_and_in_no_layer(blocks: str, case: dict, models: Path) -> None:
     """The waits are those of an update, whatever the number of micro-batches and layers."""
     assert waits(models / blocks, **case) == Counter(UPDATE_WAITS)
+
+
+def test_a_layer_with_experts_waits_for_the_numbers_of_tokens(models: Path) -> None:
+    """The host waits four times in each of three sparse layers and each micro-batch, as at full size,
+    and in the kernels that replace those of a GPU."""
+    counted = waits(models / "qwen3_vl_moe", micro_batches=2)
+    in_layers = {place: 3 * 2 * count for place, count in (LAYER_WAITS | KERNEL_WAITS).items()}
+    assert counted == Counter(UPDATE_WAITS | in_layers)
 
 
 def test_a_wait_in_a_layer_is_counted(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
