@@ -151,7 +151,8 @@ def make_step_time_inputs(
     Trainable tensors that are replicated across tensor-parallel ranks are counted once per rank.
     """
     counts, ep = count_params(model), settings.parallel.ep
-    trained = sum(rank.rank_share.num_trained_params for rank in memory_plan.ranks) + num_trained_experts(settings, counts) * (ep - 1) // ep
+    experts = num_trained_experts(model, settings, counts)
+    trained = sum(rank.rank_share.num_trained_params for rank in memory_plan.ranks) + experts * (ep - 1) // ep
     return StepTimeInputs(
         model=model, param_counts=counts, settings=settings, world_size=memory_plan.world_size,
         cache_tokens=memory_plan.engine.cache_tokens,
@@ -159,9 +160,18 @@ def make_step_time_inputs(
     )  # fmt: skip
 
 
-def num_trained_experts(settings: Settings, counts: ParamCounts) -> int:
-    """Return the number of trained parameters of all experts."""
-    return 0 if settings.lora.rank or "language" in settings.model.frozen else counts.experts
+def num_trained_experts(model: ModelSpec, settings: Settings, counts: ParamCounts) -> int:
+    """Return the number of trained parameters of all experts or of their adapters.
+
+    A of the first matrix and B of the second one are counted once per tensor-parallel rank.
+    """
+    lora, experts = settings.lora, model.experts
+    if not lora.rank:
+        return 0 if "language" in settings.model.frozen else counts.experts
+    if experts is None or "mlp" not in lora.targets:
+        return 0
+    of_an_expert = lora.rank * (2 * model.hidden_size * settings.parallel.tp + 3 * experts.ffn_size)
+    return sum(experts.sparse_layers) * experts.num_experts * of_an_expert
 
 
 def estimate_step_seconds(inputs: StepTimeInputs) -> StepSeconds:
@@ -385,7 +395,7 @@ def gradient_bytes(inputs: StepTimeInputs) -> float:
     ranks that hold the same experts.
     """
     parallel, replicas = inputs.settings.parallel, inputs.num_replicas
-    experts = num_trained_experts(inputs.settings, inputs.param_counts)
+    experts = num_trained_experts(inputs.model, inputs.settings, inputs.param_counts)
     others, same_experts = inputs.num_trained_params - experts, replicas / parallel.ep
     sent = others * (replicas - 1) / replicas + experts / parallel.ep * (same_experts - 1) / same_experts
     return (GRADIENT_BYTES + PARAMETER_BYTES) * sent / (parallel.tp * parallel.pp)
@@ -430,7 +440,7 @@ def weight_sync_seconds(inputs: StepTimeInputs) -> dict[str, float]:
     the host before a rollout and back after it.
     """
     parallel = inputs.settings.parallel
-    on_other_ranks = num_trained_experts(inputs.settings, inputs.param_counts) * (1 - 1 / parallel.ep)
+    on_other_ranks = num_trained_experts(inputs.model, inputs.settings, inputs.param_counts) * (1 - 1 / parallel.ep)
     num_gradients = (inputs.num_trained_params - on_other_ranks) / (parallel.tp * parallel.pp)
     away = 2 * (num_held_params(inputs) * inputs.itemsize + GRADIENT_BYTES * num_gradients) if parallel.offload_params else 0
     return {

@@ -3,15 +3,24 @@
 PEFT has one adapter for each Hugging Face linear layer: lora_A [rank, inputs] and lora_B [outputs,
 rank]. In this trainer, adapters belong to Megatron's (fused) linear layers, are sharded like these
 layers, and are named `<linear>.adapter.lora_a.<projection>` and `.lora_b.<projection>`.
+
+For a parameter that stacks the matrices of E experts, PEFT (0.21, tuners/lora/layer.py,
+ParamWrapper) has one lora_A [E * rank, inputs], in which the rows of an expert are contiguous, and
+one lora_B [outputs, rank * E], in which the columns of an expert are E apart. In this trainer, A is
+[E, rank, inputs] and B is [E, rank, outputs], `experts.adapters.<weight>.lora_a` and `.lora_b`
+(policy/expert_lora.py).
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
+
+import torch
 
 from megatron_rl.models.delta_net_layout import DeltaNetSpec, fuse_by_key_head, split_convolution
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.name_mapping import ParamMapping
+from megatron_rl.models.name_mapping import ParamMapping, Tensors
 
 LINEARS = {
     "attention": (
@@ -42,9 +51,11 @@ parallelism shards.
 def layer_parts(model: ModelSpec, layer: int, targets: Sequence[str]) -> list[str]:
     """Return the parts of the decoder layer with this global number that the targets select.
 
-    The target attention selects a gated delta net in the layers that have one.
+    The target attention selects the gated delta net in the layers that have one, and the target mlp
+    the experts.
     """
-    parts = {"attention": "delta_net" if model.is_linear(layer) else "attention", "mlp": "mlp"}
+    attention, mlp = "delta_net" if model.is_linear(layer) else "attention", "experts" if model.is_sparse(layer) else "mlp"
+    parts = {"attention": attention, "mlp": mlp}
     return [part for target, part in parts.items() if target in targets]
 
 
@@ -75,7 +86,10 @@ def adapter_table(model: ModelSpec, *, targets: Sequence[str], vision_names: Seq
     for layer in range(model.num_layers):
         mcore, hf, stage = f"language.decoder.layers.{layer}.", f"model.layers.{layer}.", f"layer:{layer}"
         for part in layer_parts(model, layer, targets):
-            for linear, projection, cut in LINEARS[part]:
+            if part == "experts":
+                assert model.experts is not None
+                rows.extend(_expert_rows(mcore, hf, stage, model.experts.num_experts))
+            for linear, projection, cut in LINEARS.get(part, ()):
                 rows.extend(_lora_rows(mcore + linear, hf + projection, stage, cut=cut, delta_net=model.delta_net))
     modules = sorted(name.removesuffix(".weight") for name in vision_names if name.endswith(".weight"))
     for module in modules:
@@ -104,6 +118,69 @@ def _lora_rows(linear: str, hf: str, stage: str, *, cut: int | None, delta_net: 
     ]
 
 
+def _expert_rows(mcore: str, hf: str, stage: str, num_experts: int) -> list[ParamMapping]:
+    """Return the name mappings of A and B for the experts of a layer.
+
+    PEFT wraps the module twice. The inner wrapper, `base_layer` of the outer one, adapts
+    gate_up_proj, the module's first parameter.
+    """
+    mcore, hf = f"{mcore}mlp.experts.adapters.", f"{hf}mlp.experts."
+    a: dict[str, Any] = {"fuse": lambda tensors: stack_a(tensors[0], num_experts), "split": unstack_a, "expert_dim": 0}
+    b: dict[str, Any] = {"fuse": lambda tensors: stack_b(tensors[0], num_experts), "split": unstack_b, "expert_dim": 0}
+    gate_up = {**b, "fuse": lambda tensors: stack_b(tensors[0], num_experts).unflatten(2, (2, -1))}
+    return [
+        ParamMapping(f"{mcore}linear_fc1.lora_a", (f"{hf}base_layer.lora_A.weight",), stage, **a),
+        ParamMapping(f"{mcore}linear_fc1.lora_b", (f"{hf}base_layer.lora_B.weight",), stage, shard_dim=3, **gate_up),
+        ParamMapping(f"{mcore}linear_fc2.lora_a", (f"{hf}lora_A.weight",), stage, shard_dim=2, **a),
+        ParamMapping(f"{mcore}linear_fc2.lora_b", (f"{hf}lora_B.weight",), stage, **b),
+    ]
+
+
+def stack_a(a: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """View PEFT's lora_A [E * R, I] of E experts as [E, R, I]."""
+    return a.unflatten(0, (num_experts, -1))
+
+
+def stack_b(b: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """View PEFT's lora_B [O, R * E] of E experts as [E, R, O]."""
+    return b.unflatten(1, (-1, num_experts)).permute(2, 1, 0)
+
+
+def unstack_a(a: torch.Tensor) -> Tensors:
+    """Return lora_A in PEFT's form; inverse of `stack_a`."""
+    return (a.flatten(0, 1),)
+
+
+def unstack_b(b: torch.Tensor) -> Tensors:
+    """Return lora_B in PEFT's form, given [E, R, O] or [E, R, 2, F]; inverse of `stack_b`."""
+    return (b.flatten(2).permute(2, 1, 0).flatten(1),)
+
+
+def adapted_weight_name(adapter: str) -> str:
+    """Return the name of the parameter that an adapter module adapts, given the module's name."""
+    return adapter.replace(".adapters.", ".") if ".adapters." in adapter else adapter.removesuffix(".adapter") + ".weight"
+
+
+def adapted_tensor(module: str) -> str:
+    """Return the base model's tensor that lora_A and lora_B of this module of PEFT's model change.
+
+    Names are canonical.
+    """
+    if module.endswith(".mlp.experts"):
+        return f"{module}.down_proj"
+    return f"{module.removesuffix('base_layer')}gate_up_proj" if module.endswith(".mlp.experts.base_layer") else f"{module}.weight"
+
+
+EXPERT_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""Parameters of PEFT's target_parameters for adapters on experts."""
+
+
+def adapted_parameters(model: ModelSpec, targets: Sequence[str]) -> list[str]:
+    """Return PEFT's target_parameters for the targets; empty if no experts are adapted."""
+    has_experts = any("experts" in layer_parts(model, layer, targets) for layer in range(model.num_layers))
+    return list(EXPERT_PARAMETERS) if has_experts else []
+
+
 def adapted_modules(model: ModelSpec, targets: Sequence[str]) -> str:
     """Return a regular expression for the full names of the adapted modules in PEFT's model.
 
@@ -111,7 +188,7 @@ def adapted_modules(model: ModelSpec, targets: Sequence[str]) -> str:
     vision tower.
     """
     parts = dict.fromkeys(part for layer in range(model.num_layers) for part in layer_parts(model, layer, targets))
-    language = "|".join(re.escape(hf) for part in parts for _, hf, _ in LINEARS[part])
+    language = "|".join(re.escape(hf) for part in parts for _, hf, _ in LINEARS.get(part, ()))
     vision = "|".join(pattern for target, pattern in model.family.vision_lora_patterns.items() if target in targets)
     patterns = [rf"model\.language_model\.layers\.\d+\.({language})"] * bool(language) + [rf"model\.visual\.({vision})"] * bool(vision)
     return "|".join(patterns)

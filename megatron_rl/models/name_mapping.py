@@ -118,13 +118,11 @@ class ParamMapping:
 
         The result is in the order of `hf_names` and contains no vocabulary padding.
         """
-        if self.shard_dim is None:
-            return (shards[0],)
         if self.fuse_shards:
-            assert self.split is not None
+            assert self.split is not None and self.shard_dim is not None
             parts = zip(*(self.split(shard) for shard in shards), strict=True)
             return tuple(part[0] if len(part) == 1 else torch.cat(part, self.shard_dim) for part in parts)
-        whole = torch.cat(tuple(shards), self.shard_dim) if len(shards) > 1 else shards[0]
+        whole = torch.cat(tuple(shards), self.shard_dim) if self.shard_dim is not None and len(shards) > 1 else shards[0]
         if self.vocab_rows:
             return (whole[: self.vocab_rows],)
         return self.split(whole) if self.split else (whole,)

@@ -32,7 +32,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.nn.functional import grouped_mm, linear, pad, sigmoid
 
+from megatron_rl.config import LoraSettings
 from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.policy.expert_lora import build_expert_adapters
 from megatron_rl.policy.fused import swiglu
 from megatron_rl.weights.stream import MegatronParameter
 
@@ -43,7 +45,9 @@ class GroupedExperts(nn.Module):
     The parameters are `linear_fc1` [E, H, 2, F], with gate before up, and `linear_fc2` [E, F, H].
     """
 
-    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection, *, lora: LoraSettings
+    ) -> None:
         super().__init__()
         assert config.moe_ffn_hidden_size is not None
         groups = cast("Any", pg_collection)
@@ -51,6 +55,7 @@ class GroupedExperts(nn.Module):
         columns = config.moe_ffn_hidden_size // self.tp_group.size()
         self.linear_fc1 = nn.Parameter(torch.empty(num_local_experts, config.hidden_size, 2, columns, dtype=config.params_dtype))
         self.linear_fc2 = nn.Parameter(torch.empty(num_local_experts, columns, config.hidden_size, dtype=config.params_dtype))
+        self.adapters = build_expert_adapters(lora, dict(self.named_parameters()), tp=self.tp_group.size())
         if self.ep_group.size() > 1:
             for parameter in self.parameters():
                 cast("MegatronParameter", parameter).allreduce = False
@@ -64,8 +69,13 @@ class GroupedExperts(nn.Module):
             weight_M: Weight of each row, computed by the router.
         """
         end_E = tokens_per_expert.to(x_MH.device).cumsum(0).to(torch.int32)
-        inner = swiglu(grouped_mm(x_MH, self.linear_fc1.flatten(2), offs=end_E))
-        return grouped_mm((inner * weight_M[:, None]).to(x_MH.dtype), self.linear_fc2, offs=end_E), None
+        inner = swiglu(self._multiply("linear_fc1", x_MH, end_E))
+        return self._multiply("linear_fc2", (inner * weight_M[:, None]).to(x_MH.dtype), end_E), None
+
+    def _multiply(self, name: str, x: torch.Tensor, end_E: torch.Tensor) -> torch.Tensor:
+        """Return the product of the rows of `x` with a weight of their experts, with adapters."""
+        output = grouped_mm(x, self.get_parameter(name).flatten(2), offs=end_E)
+        return self.adapters[name](output, x, end_E) if name in self.adapters else output
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Return the sharded tensors of the experts for a checkpoint.
@@ -74,12 +84,14 @@ class GroupedExperts(nn.Module):
         """
         assert not sharded_offsets, "layers are stored under separate keys"
         experts = (0, self.ep_group.rank(), self.ep_group.size())
+        tp_rank, tp = self.tp_group.rank(), self.tp_group.size()
+        sharded = {"linear_fc1": 3, "linear_fc2": 1, "adapters.linear_fc1.lora_b": 3, "adapters.linear_fc2.lora_a": 2}
         return {
             f"{prefix}{name}": ShardedTensor.from_rank_offsets(
-                f"{prefix}{name}", parameter, experts, (dim, self.tp_group.rank(), self.tp_group.size()),
-                replica_id=(0, 0, self.dp_group.rank()),
+                f"{prefix}{name}", parameter, experts, *([(sharded[name], tp_rank, tp)] if name in sharded else []),
+                replica_id=(0, 0 if name in sharded else tp_rank, self.dp_group.rank()),
             )
-            for name, parameter, dim in (("linear_fc1", self.linear_fc1, 3), ("linear_fc2", self.linear_fc2, 1))
+            for name, parameter in self.named_parameters()
         }  # fmt: skip
 
 
@@ -167,13 +179,13 @@ class SharedExpert(SharedExpertMLP):
         return output * sigmoid(linear(hidden_states, cast("torch.Tensor", self.gate_weight)))
 
 
-def sparse_mlp_spec(mlp: ModuleSpec) -> ModuleSpec:
+def sparse_mlp_spec(mlp: ModuleSpec, lora: LoraSettings) -> ModuleSpec:
     """Return the layer spec of a router with experts, which replaces the spec `mlp` of an MLP.
 
     A shared expert, if the model has one, has the linear layers of the MLP.
     """
-    shared = ModuleSpec(SharedExpert, submodules=mlp.submodules)
-    return ModuleSpec(MoELayer, submodules=MoESubmodules(experts=ModuleSpec(GroupedExperts), shared_experts=shared, router=Router))
+    experts, shared = ModuleSpec(GroupedExperts, params={"lora": lora}), ModuleSpec(SharedExpert, submodules=mlp.submodules)
+    return ModuleSpec(MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=Router))
 
 
 def expert_config(spec: ModelSpec, ep: int) -> dict[str, Any]:

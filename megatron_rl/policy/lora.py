@@ -12,7 +12,7 @@ Adapter parameters are named `<linear>.adapter.lora_a.<projection>` and
 `<linear>.adapter.lora_b.<projection>`. Parameters of the base model keep their names.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -35,10 +35,11 @@ from torch import nn
 from torch.nn.functional import dropout, linear
 
 from megatron_rl.config import LoraSettings, require
-from megatron_rl.models.adapter_mapping import is_vision_target, projection_name
+from megatron_rl.models.adapter_mapping import adapted_weight_name, is_vision_target, projection_name
 from megatron_rl.models.delta_net_layout import interleave_key_heads
-from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.model_spec import EXPERT_MULTIPLE, ModelSpec
 from megatron_rl.models.name_mapping import AttentionHeads, Tensors, fuse_halves, fuse_qkv
+from megatron_rl.policy.expert_lora import ExpertAdapter
 from megatron_rl.policy.parallel import rng_tracker
 
 FuseFn = Callable[[Tensors], torch.Tensor]
@@ -208,9 +209,16 @@ class LoraLinear(nn.Linear):
 
 
 def check_adapter_targets(lora: LoraSettings, model: ModelSpec, *, key: str) -> None:
-    """Raise ValueError if the targets include experts; `key` is the setting of the targets."""
-    has_experts = lora.rank > 0 and "mlp" in lora.targets and model.experts is not None
-    require(not has_experts, key, lora.targets, "adapters on experts are not supported; leave mlp out")
+    """Raise ValueError if the settings do not fit adapters on experts, if the targets include them.
+
+    `key` is the setting of the targets.
+    """
+    if lora.rank and "mlp" in lora.targets and model.experts is not None:
+        prefix = key.removesuffix("targets")
+        remedy = f"must be a multiple of {EXPERT_MULTIPLE} for adapters on experts; change it, or leave mlp out of {key}"
+        require(lora.rank % EXPERT_MULTIPLE == 0, f"{prefix}rank", lora.rank, remedy)
+        remedy = f"must be 0 for adapters on experts, as in PEFT; or leave mlp out of {key}"
+        require(not lora.dropout, f"{prefix}dropout", lora.dropout, remedy)
 
 
 def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfig) -> None:
@@ -274,14 +282,14 @@ def adapt_vision(tower: nn.Module, lora: LoraSettings, vision_lora: Mapping[str,
             tower.set_submodule(name, LoraLinear(module, lora, name=projection_name(name)))
 
 
-def _adapters(chunks: nn.Module) -> Iterator[tuple[str, LoraAdapter]]:
-    return ((name, module) for name, module in chunks.named_modules() if isinstance(module, LoraAdapter))
+def _adapters(chunks: nn.Module) -> Iterator[tuple[str, LoraAdapter | ExpertAdapter]]:
+    return ((name, module) for name, module in chunks.named_modules() if isinstance(module, LoraAdapter | ExpertAdapter))
 
 
 @contextmanager
 def disabled_adapters(chunks: nn.Module) -> Iterator[None]:
     """Disable all adapters inside the `with` block, so that only the base model is evaluated."""
-    adapters: Sequence[LoraAdapter] = [adapter for _, adapter in _adapters(chunks)]
+    adapters = [adapter for _, adapter in _adapters(chunks)]
     for adapter in adapters:
         adapter.enabled = False
     try:
@@ -296,6 +304,5 @@ def merged_weight_fns(chunks: nn.Module) -> dict[str, Callable[[], torch.Tensor]
 
     Each function returns this rank's shard of the weight with the adapters merged in.
     """
-    linears = ((name.removesuffix(".adapter"), adapter) for name, adapter in _adapters(chunks))
-    weights = ((name, cast("torch.Tensor", chunks.get_submodule(name).weight), adapter) for name, adapter in linears)
-    return {f"{name}.weight": partial(adapter.merge_into, weight) for name, weight, adapter in weights}
+    named = {adapted_weight_name(name): adapter for name, adapter in _adapters(chunks)}
+    return {name: partial(adapter.merge_into, chunks.get_parameter(name)) for name, adapter in named.items()}

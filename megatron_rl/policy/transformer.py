@@ -151,7 +151,7 @@ def _layer_specs(spec: ModelSpec, numbers: Sequence[int], config: TransformerCon
         from megatron.core.extensions.transformer_engine import TENorm
 
         te_layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        layers = [_with_experts(te_layer, TENorm) if sparse else te_layer for sparse in is_sparse]
+        layers = [_with_experts(te_layer, TENorm, lora) if sparse else te_layer for sparse in is_sparse]
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=cast("Any", TENorm))
     layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts = cast("Any", layer.submodules)
@@ -164,20 +164,20 @@ def _layer_specs(spec: ModelSpec, numbers: Sequence[int], config: TransformerCon
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if lora.rank:
         adapt_layers(layer, lora, config)
-    layers = [_with_experts(layer, RMSNorm) if sparse else layer for sparse in is_sparse]
+    layers = [_with_experts(layer, RMSNorm, lora) if sparse else layer for sparse in is_sparse]
     linears = adapted_delta_net(lora, config)
     layers = [with_delta_net(each, linears) if spec.is_linear(number) else each for number, each in zip(numbers, layers, strict=True)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=cast("Any", RMSNorm))
 
 
-def _with_experts(layer: ModuleSpec, norm: object) -> ModuleSpec:
+def _with_experts(layer: ModuleSpec, norm: object, lora: LoraSettings) -> ModuleSpec:
     """Return the spec of a layer with experts instead of an MLP, after a norm of its own.
 
     In checkpoints, that norm keeps its name (ParamMapping.checkpoint_key).
     """
     parts = cast("Any", layer.submodules)
     keys = {name: key for name, key in parts.sharded_state_dict_keys_map.items() if not name.startswith("pre_mlp_layernorm")}
-    submodules = replace(parts, pre_mlp_layernorm=norm, mlp=sparse_mlp_spec(parts.mlp), sharded_state_dict_keys_map=keys)
+    submodules = replace(parts, pre_mlp_layernorm=norm, mlp=sparse_mlp_spec(parts.mlp, lora), sharded_state_dict_keys_map=keys)
     return replace(layer, submodules=submodules)
 
 

@@ -222,7 +222,7 @@ class HfWeightIterator:
         The tensor-parallel rank varies fastest. A replicated parameter has a single shard.
         """
         owner, num_expert_shards = self.placement.owner_stage(bucket[0]), self.placement.num_expert_shards(bucket[0])
-        is_cut = bucket[0].shard_dim is not None
+        is_cut = bucket[0].shard_dim is not None or num_expert_shards > 1
         copies = self.placement.tp * num_expert_shards if is_cut else 1
         if self.placement.pp == 1 and copies == 1:
             return {row.mcore_name: [self._value(row)] for row in bucket}

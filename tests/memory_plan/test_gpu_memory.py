@@ -52,6 +52,7 @@ KINDS = {
     "bfloat16": {"dtype": "bfloat16"},
     "frozen": {"dtype": "bfloat16", "frozen": ["vision", "merger"]},
     "lora": {"lora": LoraSettings(rank=4, targets=["attention", "vision"])},
+    "experts": {"lora": LoraSettings(rank=8, targets=["mlp"])},
     "value head": {"critic": CriticSettings(head_sizes=[6], normalize_returns=True)},
     "own critic": {"dtype": "bfloat16", "critic": CriticSettings(backbone="own", lora=LoraSettings(rank=2))},
 }
@@ -114,14 +115,17 @@ def test_what_is_held_is_what_a_real_policy_holds(kind: str, random_model: Path,
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("others")
-    for family in ("qwen2_vl", "qwen3_vl", "qwen3_5"):
+    for family in ("qwen2_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe"):
         make_checkpoint(folder / family, family=family, init="random", seed=1, vision_depth=3)
     return folder
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), [*product(("qwen2_vl", "qwen3_vl"), ("bfloat16", "frozen", "lora", "own critic")), ("qwen3_5", "lora")]
-)
+OTHERS = [
+    *product(("qwen2_vl", "qwen3_vl"), ("bfloat16", "frozen", "lora", "own critic")), ("qwen3_5", "lora"), ("qwen3_vl_moe", "experts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "kind"), OTHERS)
 def test_so_does_one_of_another_family(family: str, kind: str, others: Path, request: pytest.FixtureRequest) -> None:
     """The planned footprint of another family equals the measured storages."""
     check_held(others / family, kind, request)
@@ -163,6 +167,20 @@ def test_divided_experts_are_planned(tmp_path: Path) -> None:
     layouts = [replace(plain, parallel=ParallelSettings(ep=ep)) for ep in (1, 2)]
     one, other = (make_step_time_inputs(model, layout, plan) for layout, plan in zip(layouts, plans, strict=True))
     assert one.num_trained_params == other.num_trained_params
+
+
+def test_adapters_of_divided_experts_are_planned(tmp_path: Path) -> None:
+    """With ep 2, a rank has the adapters of half of the eight experts in each of three layers. The
+    whole model has as many trained parameters.
+    """
+    make_checkpoint(tmp_path / "moe", family="qwen3_vl_moe", init="random", seed=1, vision_depth=3)
+    model, plain = read_spec(tmp_path / "moe"), settings_for(tmp_path / "moe", lora=LoraSettings(rank=8, targets=["mlp"]))
+    layouts = [replace(plain, parallel=ParallelSettings(ep=ep), plan=PlanSettings(gpu="h100")) for ep in (1, 2)]
+    plans = [plan_gpu_memory(model, layout, world_size=2) for layout in layouts]
+    whole, divided = (plan.ranks[0].rank_share.num_trained_params for plan in plans)
+    assert whole - divided == 3 * 4 * 8 * (128 + 2 * 96 + 96 + 128)
+    one, other = (make_step_time_inputs(model, layout, plan) for layout, plan in zip(layouts, plans, strict=True))
+    assert one.num_trained_params == other.num_trained_params == whole
 
 
 def test_the_largest_micro_batches_by_hand() -> None:

@@ -1,5 +1,6 @@
 """Qwen3-VL with experts: layers, fields of the config, and the layout and orientation of experts."""
 
+import json
 import shutil
 from copy import deepcopy
 from dataclasses import replace
@@ -7,17 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
+from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForImageTextToText, Qwen3VLMoeForConditionalGeneration
 
 from megatron_rl.config import LoraSettings, ParallelSettings
+from megatron_rl.models.adapter_mapping import EXPERT_PARAMETERS, adapter_table
 from megatron_rl.models.decoder import qwen3_layer_mappings
 from megatron_rl.models.hf_config import parse_spec, read_spec
 from megatron_rl.models.known_models import make_released_config
 from megatron_rl.models.name_mapping import AttentionHeads, canonical_name
 from megatron_rl.policy.lora import check_adapter_targets
 from megatron_rl.policy.parallel import check_layout
+from megatron_rl.weights.formats.merge_lora import add_to_experts
 from megatron_rl.weights.formats.open_checkpoint import open_source
+from megatron_rl.weights.formats.peft import read_peft_config
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
@@ -135,11 +142,54 @@ def test_expert_parallelism_needs_experts() -> None:
         ParallelSettings(ep=0)
 
 
-def test_adapters_on_experts_are_refused() -> None:
-    """LoRA's default targets include mlp, which a model with experts does not support."""
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"rank": 4}, r"lora.rank=4: must be a multiple of 8 for adapters on experts; change it, or leave mlp out of lora.targets"),
+        ({"rank": 8, "dropout": 0.1}, r"lora.dropout=0.1: must be 0 for adapters on experts, as in PEFT; or leave mlp out of lora.targets"),
+    ],
+)
+def test_adapters_on_experts_that_cannot_be_computed_are_refused(lora: dict, said: str) -> None:
+    """The grouped matrix product requires rows of 16 bytes, and PEFT rejects dropout. Other targets
+    and dense models have no such limits.
+    """
     spec = parse_spec(stored_config(), folder="m", key="model.path")
-    check_adapter_targets(LoraSettings(rank=4, targets=["attention", "projector"]), spec, key="lora.targets")
+    check_adapter_targets(LoraSettings(rank=8), spec, key="lora.targets")
+    check_adapter_targets(LoraSettings(**lora, targets=["attention", "projector"]), spec, key="lora.targets")
+    check_adapter_targets(LoraSettings(**lora), replace(spec, experts=None), key="lora.targets")
     check_adapter_targets(LoraSettings(), spec, key="lora.targets")
-    said = r"^lora.targets=\['attention', 'mlp'\]: adapters on experts are not supported; leave mlp out$"
-    with pytest.raises(ValueError, match=said):
-        check_adapter_targets(LoraSettings(rank=4), spec, key="lora.targets")
+    with pytest.raises(ValueError, match=f"^critic.{said.replace('of lora', 'of critic.lora')}$"):
+        check_adapter_targets(LoraSettings(**lora), spec, key="critic.lora.targets")
+
+
+def test_adapters_on_experts_have_pefts_layout() -> None:
+    """A and B of each expert have the numbers with which PEFT's own function computes its change; the
+    shards of two ranks give them back.
+    """
+    spec, generator = parse_spec(stored_config(), folder="m", key="model.path"), torch.Generator().manual_seed(0)
+    assert spec.experts is not None
+    num, hidden, size = spec.experts.num_experts, spec.hidden_size, spec.experts.ffn_size
+    experts = nn.Module()
+    experts.gate_up_proj, experts.down_proj = nn.Parameter(torch.zeros(num, 2 * size, hidden)), nn.Parameter(torch.zeros(num, hidden, size))
+    rows = {row.mcore_name.rpartition("experts.")[2]: row for row in adapter_table(spec, targets=["mlp"], vision_names=[])}
+    for name, weight in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
+        wrapper = ParamWrapper(experts, "default", weight, LoraConfig(r=8), r=8, lora_alpha=8)
+        a, b = (half["default"].weight.data.normal_(generator=generator) for half in (wrapper.lora_A, wrapper.lora_B))
+        row_a, row_b = (rows[f"adapters.{name}.lora_{half}"] for half in "ab")
+        shards = [[row.to_mcore((tensor,), rank, 2) for rank in range(2)] for row, tensor in ((row_a, a), (row_b, b))]
+        whole_a, whole_b = row_a.to_mcore((a,), 0, 1), row_b.to_mcore((b,), 0, 1)
+        change = add_to_experts(torch.zeros(num, a.shape[1], b.shape[0]), whole_a, whole_b.flatten(2), scale=1.0)
+        torch.testing.assert_close(change.transpose(1, 2), wrapper.get_delta_weight("default"))
+        assert torch.equal(row_a.to_hf(shards[0])[0], a) and torch.equal(row_b.to_hf(shards[1])[0], b)
+        assert (row_a.shard_dim, row_b.shard_dim) == ((None, 3) if name == "linear_fc1" else (2, None))
+        assert (row_a.expert_dim, row_b.expert_dim) == (0, 0)
+
+
+def test_other_parameters_of_experts_are_refused(tmp_path: Path) -> None:
+    """An adapter on only one of the experts' parameters, which PEFT nests otherwise, is refused."""
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_parameters": list(EXPERT_PARAMETERS)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert read_peft_config(tmp_path, key="--lora")["r"] == 8
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "target_parameters": ["mlp.experts.down_proj"]}))
+    with pytest.raises(ValueError, match=r"^--lora=.*: target_parameters=\['mlp.experts.down_proj'\] in its .* supported; adapt both"):
+        read_peft_config(tmp_path, key="--lora")

@@ -129,4 +129,11 @@ MUTANTS = (
         "state = delta.key_head_dim",
         "tests/memory_plan/test_step_time.py -k states",
     ),
+    Mutant(
+        "adapters of experts on other ranks are not counted",
+        "megatron_rl/memory_plan/step_time.py",
+        'if experts is None or "mlp" not in lora.targets:',
+        'if experts is None or "mlp" in lora.targets:',
+        "tests/memory_plan/test_gpu_memory.py -k adapters_of_divided",
+    ),
 )

@@ -164,4 +164,18 @@ MUTANTS = (
         'if name == "in_proj":',
         "tests/models/test_qwen3_5.py -k adapters",
     ),
+    Mutant(
+        "columns of an expert's B are contiguous",
+        "megatron_rl/models/adapter_mapping.py",
+        "b.unflatten(1, (-1, num_experts)).permute(2, 1, 0)",
+        "b.unflatten(1, (num_experts, -1)).permute(1, 2, 0)",
+        "tests/models/test_qwen3_vl_moe.py -k adapters",
+    ),
+    Mutant(
+        "the inner wrapper of PEFT adapts down_proj",
+        "megatron_rl/models/adapter_mapping.py",
+        """        return f"{module}.down_proj"\n""",
+        """        return f"{module}.gate_up_proj"\n""",
+        "tests/parity/test_lora_families.py -k experts",
+    ),
 )

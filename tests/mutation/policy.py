@@ -319,10 +319,10 @@ MUTANTS = (
         "tests/models/test_qwen3_vl_moe.py -k otherwise",
     ),
     Mutant(
-        "adapters on experts are accepted",
+        "dropout of adapters on experts is accepted",
         "megatron_rl/policy/lora.py",
-        'and "mlp" in lora.targets and model.experts is not None',
-        'and "mlp" not in lora.targets and model.experts is not None',
+        "require(not lora.dropout, f",
+        "require(lora.dropout < 1, f",
         "tests/models/test_qwen3_vl_moe.py -k adapters",
     ),
     Mutant(
@@ -541,5 +541,35 @@ MUTANTS = (
         "linears = adapted_delta_net(lora, config)",
         "linears = adapted_delta_net(LoraSettings(), config)",
         "tests/parity/test_lora_families.py -k qwen3_5",
+    ),
+    Mutant(
+        "gradients of an expert's A stay partial with tensor parallelism",
+        "megatron_rl/policy/expert_lora.py",
+        ".sequence_parallel = tp > 1",
+        ".sequence_parallel = tp > 2",
+        "tests/parity/test_lora_families.py -k experts",
+    ),
+    Mutant(
+        "adapters of experts stay on in the reference's pass",
+        "megatron_rl/policy/expert_lora.py",
+        "        if not self.enabled:\n",
+        "        if self.enabled is None:\n",
+        "tests/parity/test_lora_families.py -k experts",
+    ),
+    Mutant(
+        "only the first matrix of an expert is adapted",
+        "megatron_rl/policy/experts.py",
+        "if name in self.adapters else output",
+        'if name in self.adapters and name == "linear_fc1" else output',
+        "tests/parity/test_lora_families.py -k experts",
+    ),
+    Mutant(
+        "adapters of divided experts are copies",
+        "megatron_rl/policy/experts.py",
+        "        self.adapters = build_expert_adapters(lora, dict(self.named_parameters()), tp=self.tp_group.size())\n"
+        "        if self.ep_group.size() > 1:\n            for parameter in self.parameters():\n",
+        "        self.adapters = build_expert_adapters(lora, dict(self.named_parameters()), tp=self.tp_group.size())\n"
+        "        if self.ep_group.size() > 1:\n            for parameter in self.parameters(recurse=False):\n",
+        "tests/parity/test_lora_families.py -k experts",
     ),
 )

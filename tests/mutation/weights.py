@@ -171,4 +171,18 @@ MUTANTS = (
         "if spec.nbytes != layer.shape.numel() * spec.dtype.itemsize:",
         "tests/weights/test_expert_layouts.py -k incomplete",
     ),
+    Mutant(
+        "an adapter on one of the experts' parameters is accepted",
+        "megatron_rl/weights/formats/peft.py",
+        "if parameters and sorted(parameters) != sorted(EXPERT_PARAMETERS):",
+        "if parameters and not set(parameters) <= set(EXPERT_PARAMETERS):",
+        "tests/models/test_qwen3_vl_moe.py -k other_parameters",
+    ),
+    Mutant(
+        "adapters of other ranks' experts are not gathered",
+        "megatron_rl/weights/stream.py",
+        "is_cut = bucket[0].shard_dim is not None or num_expert_shards > 1",
+        "is_cut = bucket[0].shard_dim is not None",
+        "tests/parity/test_lora_families.py -k experts",
+    ),
 )

@@ -26,6 +26,7 @@ MODULES = (
     r"|model\.visual\.(merger|deepstack_merger_list\.\d+)\.linear_fc[12]"
 )
 """All linear layers that may have an adapter, in any model family."""
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def delta_rule_in_float64(
@@ -79,13 +80,12 @@ def sampled_log_softmax(logits: torch.Tensor, banned_ids: list[int]) -> torch.Te
 def write_adapter(model: Path, folder: Path) -> Path:
     """Write an adapter made by PEFT alone.
 
-    B is as large as A, so that no part of the adapter is a no-op. A language model with experts has
-    adapters in its attention only.
+    B is as large as A, so that no part of the adapter is a no-op. Experts have adapters of rank 8.
     """
     torch.manual_seed(0)
     base = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
-    modules = MODULES.replace(r"|mlp\.(gate|up|down)_proj)", ")", 1) if base.config.model_type.endswith("_moe") else MODULES
-    adapted = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=modules, task_type="CAUSAL_LM"))
+    own = {"r": 8, "target_parameters": EXPERTS} if base.config.model_type.endswith("_moe") else {"r": 4}
+    adapted = get_peft_model(base, LoraConfig(lora_alpha=8, target_modules=MODULES, task_type="CAUSAL_LM", **own))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:

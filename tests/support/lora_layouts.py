@@ -22,6 +22,8 @@ from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimS
 from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.network import TrainingSettings
+from megatron_rl.policy.optimizer import grad_buffers
+from megatron_rl.policy.optimizer_state import own_optimizers
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.types import MicroBatch
@@ -64,11 +66,12 @@ def count_parameters(policy: Policy) -> dict[str, int]:
     """Return the number of elements on this rank: in adapters, trained parameters, gradient buffers
     and optimizer state.
     """
-    state = sum(t.numel() for s in policy.network.optimizer.optimizer.state.values() for t in s.values() if t.dim())
+    states = [state for part in own_optimizers(policy.network.optimizer) for state in part.optimizer.state.values()]
+    state = sum(t.numel() for s in states for t in s.values() if t.dim())
     return {
         "adapters": sum(p.numel() for name, p in policy.network.chunks.named_parameters() if is_adapter(name)),
         "trained": sum(p.numel() for p in policy.network.chunks.parameters() if p.requires_grad),
-        "gradients": sum(buffer.numel_unpadded for chunk in policy.network.model for buffer in chunk.buffers),
+        "gradients": sum(buffer.numel_unpadded for chunk in policy.network.model for buffer in grad_buffers(chunk)),
         "state": state,
     }
 
@@ -97,7 +100,8 @@ def run_layout(models: Path, adapter: Path, out: Path, text: str) -> None:
     renderer, contexts = make_example(model)
     whole = pack(contexts, image_token_id=renderer.image_token_id, positions=read_spec(model).rope_positions, multiple_of=case.tp)
 
-    adapters = LORA if read_spec(model).experts is None else replace(LORA, targets=["attention", "vision", "projector"])
+    has_experts = read_spec(model).experts is not None  # their adapters have no dropout, and a rank of 8
+    adapters = replace(LORA, rank=8) if has_experts else LORA
     made: list[Policy] = []
 
     def make(lora: LoraSettings | None, parallel: ParallelSettings = parallel, seed: int = 5) -> Policy:
@@ -133,15 +137,15 @@ def run_layout(models: Path, adapter: Path, out: Path, text: str) -> None:
     loaded.save_adapter(out / f"adapter {text}")
 
     dropping = replace(adapters, path=str(adapter), dropout=0.3)
-    for name, recompute in (("dropped", case.recompute), ("dropped_again", "none"), ("dropped_recomputed", "full")):
+    for name, recompute in () if has_experts else (("dropped", case.recompute), ("dropped_again", "none"), ("dropped_recomputed", "full")):
         policy = make(dropping, replace(parallel, recompute=recompute))
         result[f"{name}_logprobs"] = policy.logprobs([whole])[0]
         result[f"{name}_gradients"] = compute_adapter_gradients(policy, policy.pack(contexts, max_tokens=200))
     replicas = [None] * dist.get_world_size()
-    result["dropped_step"] = train_steps(policy, contexts, num_steps=1)
-    dist.all_gather_object(replicas, digest_parameters(policy))
+    result["dropped_step"] = train_steps(made[-1], contexts, num_steps=1)
+    dist.all_gather_object(replicas, digest_parameters(made[-1]))
     result["dropped_copies"] = [entry for found in replicas for entry in found]
-    if policy.layout.is_last_stage and policy.layout.tp_rank == 0 and policy.layout.dp_rank == 0:
+    if fresh.layout.is_last_stage and fresh.layout.tp_rank == 0 and fresh.layout.dp_rank == 0:
         torch.save(result, out / f"{text}.pt")
     destroy_layout(*made)
 

@@ -4,7 +4,7 @@ A merged weight is W + scale * B @ A, computed in fp32. Tensors are merged one a
 format consists of adapter_config.json and adapter_model.safetensors. For each adapted module,
 adapter_model.safetensors contains `base_model.model.<module>.lora_A.weight` [rank, in] and
 `.lora_B.weight` [out, rank]. The scale is alpha / rank, or alpha / sqrt(rank) with use_rslora (peft
-0.21, tuners/lora/layer.py).
+0.21, tuners/lora/layer.py). Adapters on experts have another form (models/adapter_mapping.py).
 """
 
 import math
@@ -12,12 +12,24 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.models.adapter_mapping import adapted_tensor, stack_a, stack_b
+from megatron_rl.models.name_mapping import is_expert_tensor
 from megatron_rl.weights.formats.base_digest import check_base
 from megatron_rl.weights.formats.checkpoint_source import TensorSource
 from megatron_rl.weights.formats.peft import read_peft_config
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 
 HALVES = (".lora_A.weight", ".lora_B.weight")
+
+
+def add_to_experts(weight_EIO: torch.Tensor, a_ERI: torch.Tensor, b_ERO: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """Return the experts' weights with their adapters merged in, as a new tensor.
+
+    A run and the merger both call this function, so their weights are equal bit for bit if the
+    shapes are. The sum is computed in fp32.
+    """
+    a_EIR, b_ERO = a_ERI.float().contiguous().transpose(1, 2), b_ERO.float().contiguous()
+    return torch.baddbmm(weight_EIO.float(), a_EIR, b_ERO, alpha=scale).to(weight_EIO.dtype)
 
 
 class MergedTensors:
@@ -32,30 +44,38 @@ class MergedTensors:
         config = read_peft_config(adapter, key=key)
         self.rank, self.scale = config["r"], config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
         self.adapter = HfTensors(adapter, key=key)
-        halves: dict[str, set[str]] = {}
+        halves: dict[str, dict[str, str]] = {}
         for name in sorted(self.adapter.specs):
             end = next((end for end in HALVES if name.endswith(end)), "")
-            target = name.removesuffix(end) + ".weight"
+            target = adapted_tensor(name.removesuffix(end))
             if not end or target not in self.specs:
                 raise ValueError(
                     f"{key}={adapter}: {self.adapter.stored_name(name)} is not in the base model; use the adapter's own base model"
                 )
-            halves.setdefault(target, set()).add(end)
-        self.pairs = {target: self._pair(target, ends) for target, ends in halves.items()}
+            halves.setdefault(target, {})[end] = name
+        self.pairs = {target: self._pair(target, names) for target, names in halves.items()}
         self.warning = check_base(config, base, key=key, adapter=adapter)
         """Warning for an adapter without a digest of its base model; '' if it has a digest."""
 
-    def _pair(self, target: str, ends: set[str]) -> tuple[str, str]:
-        """Return the names of a base-model tensor's A and B tensors, and check their shapes."""
-        a, b = (target.removesuffix(".weight") + end for end in HALVES)
-        missing = next((name for name, end in zip((a, b), HALVES, strict=True) if end not in ends), None)
+    def _pair(self, target: str, names: dict[str, str]) -> tuple[str, str]:
+        """Return the names of a base-model tensor's A and B tensors, and check their shapes.
+
+        `names` contains the names of those that exist, keyed by their ends (HALVES).
+        """
+        missing = next((end for end in HALVES if end not in names), None)
         if missing is not None:
+            (known,) = names.items()
             raise ValueError(
-                f"{self.adapter.key}={self.adapter.folder}: {missing} is missing, but the adapter contains the other matrix for {target}"
+                f"{self.adapter.key}={self.adapter.folder}: {known[1].removesuffix(known[0])}{missing} is missing, "
+                f"but the adapter contains the other matrix for {target}"
             )
+        a, b = (names[end] for end in HALVES)
         outputs, *inputs = self.specs[target].shape
+        rank = self.rank
+        if is_expert_tensor(target):  # [experts, inputs, outputs]
+            rank, inputs, outputs = rank * outputs, inputs[:1], inputs[1]
         sizes = [list(self.adapter.specs[name].shape) for name in (a, b)]
-        if sizes != [[self.rank, *inputs], [outputs, self.rank]]:
+        if sizes != [[rank, *inputs], [outputs, rank]]:
             raise ValueError(
                 f"{self.adapter.key}={self.adapter.folder}: {a} of shape {sizes[0]} and {b} of shape {sizes[1]}, with r={self.rank}, "
                 f"do not fit the base tensor {target} ({self.specs[target]})"
@@ -68,4 +88,6 @@ class MergedTensors:
         if name not in self.pairs:
             return weight
         a, b = (self.adapter.read(half).float() for half in self.pairs[name])
+        if is_expert_tensor(name):
+            return add_to_experts(weight, stack_a(a, len(weight)), stack_b(b, len(weight)), scale=self.scale)
         return torch.addmm(weight.float(), b, a, alpha=self.scale).to(weight.dtype)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from megatron_rl.io.jsonl import read_json
-from megatron_rl.models.adapter_mapping import adapted_modules
+from megatron_rl.models.adapter_mapping import EXPERT_PARAMETERS, adapted_modules, adapted_parameters
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import PEFT_PREFIX, ParamMapping, Tensors, nested_name
 from megatron_rl.weights.formats.base_digest import DIGEST
@@ -28,7 +28,8 @@ from megatron_rl.weights.stream import ShardLocation, fill_parameters, is_adapte
 KNOWN_FIELDS = (
     DIGEST, "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "inference_mode", "init_lora_weights",
     "loftq_config", "lora_alpha", "lora_dropout", "lora_dtype", "lora_ga_config", "lorap_emb_lr", "lorap_lr_ratio", "megatron_core",
-    "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+    "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "target_parameters", "task_type",
+    "use_rslora",
 )  # fmt: skip
 """Fields of adapter_config.json (PEFT 0.21, and the lora*_ fields of ms-swift) that are read, or
 that have no effect in plain LoRA. Adapters with a value in any other field are rejected, because
@@ -56,7 +57,7 @@ def init_adapters(chunks: nn.ModuleList, rows: list[ParamMapping], placement: Sh
     """
 
     def value(row: ParamMapping, shape: Sequence[int]) -> Tensors:
-        whole = torch.zeros(shape)
+        (whole,) = row.split(torch.zeros(shape)) if row.split else (torch.zeros(shape),)
         if ".lora_a." in row.mcore_name:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {row.hf_names[0]}".encode()))
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
@@ -116,6 +117,12 @@ def read_peft_config(folder: Path, *, key: str) -> dict:
             f"{key}={folder}: init_lora_weights={start} in its {CONFIG} may have changed the base model at the start of training; "
             "save the adapter again with PEFT's path_initial_model_for_weight_conversion, or merge it with PEFT itself"
         )
+    parameters = config.get("target_parameters")
+    if parameters and sorted(parameters) != sorted(EXPERT_PARAMETERS):
+        raise ValueError(
+            f"{key}={folder}: target_parameters={parameters} in its {CONFIG} is not supported; "
+            f"adapt both of {' and '.join(EXPERT_PARAMETERS)}, or merge the adapter with PEFT itself"
+        )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise ValueError(f"{key}={folder}: r={rank} in its {CONFIG} is not a positive integer; copy the file again")
@@ -139,7 +146,8 @@ def make_peft_config(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": adapted_modules(model, targets),
+        "target_modules": adapted_modules(model, targets) or [],
+        **({"target_parameters": parameters} if (parameters := adapted_parameters(model, targets)) else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
