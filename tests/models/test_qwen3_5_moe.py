@@ -2,19 +2,27 @@
 expert.
 """
 
+import json
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import Qwen3_5MoeForConditionalGeneration
 
-from megatron_rl.config import ParallelSettings
+from megatron_rl.config import LoraSettings, ParallelSettings
+from megatron_rl.models.adapter_mapping import EXPERT_PARAMETERS
 from megatron_rl.models.decoder import qwen3_5_moe_layer_mappings
-from megatron_rl.models.hf_config import parse_spec
+from megatron_rl.models.hf_config import parse_spec, read_spec
 from megatron_rl.models.known_models import load_known_spec, make_released_config
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.name_mapping import AttentionHeads, canonical_name
+from megatron_rl.models.name_mapping import AttentionHeads, canonical_name, nested_name
+from megatron_rl.policy.lora import check_adapter_targets
 from megatron_rl.policy.parallel import check_layout
+from megatron_rl.weights.formats.merge_lora import MergedTensors
+from megatron_rl.weights.formats.open_checkpoint import open_source
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
 def parse(**text: object) -> ModelSpec:
@@ -109,3 +117,26 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
     said = r"^parallel.tp=2: does not divide the model's 511 rows of each MLP \(shared_expert_intermediate_size\); use one of 1$"
     with pytest.raises(ValueError, match=said):
         check_layout(ParallelSettings(tp=2, sequence_parallel=True), parse(shared_expert_intermediate_size=511), 2)
+
+
+def test_adapters_on_experts_are_refused(tmp_path: Path) -> None:
+    """Adapters on attention, delta nets and the vision tower are not; the merger refuses as well."""
+    check_adapter_targets(LoraSettings(rank=8, targets=["attention", "vision"]), parse(), key="lora.targets")
+    said = r"^lora.targets=\['mlp'\]: adapters on experts of a model with a shared expert are not supported; leave mlp out$"
+    with pytest.raises(ValueError, match=said):
+        check_adapter_targets(LoraSettings(rank=8, targets=["mlp"]), parse(), key="lora.targets")
+    make_checkpoint(tmp_path / "model", family="qwen3_5_moe", init="random")
+    base = open_source(tmp_path / "model", read_spec(tmp_path / "model"), key="--checkpoint")
+    experts, (num_experts, outputs, inputs) = "model.layers.0.mlp.experts", base.specs["model.layers.0.mlp.experts.down_proj"].shape
+    (tmp_path / "adapter").mkdir()
+    halves = {"lora_A": torch.zeros(num_experts * 8, inputs), "lora_B": torch.zeros(outputs, num_experts * 8)}
+    save_file(
+        {f"base_model.model.{nested_name(experts)}.{half}.weight": tensor for half, tensor in halves.items()},
+        tmp_path / "adapter" / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": [], "target_parameters": list(EXPERT_PARAMETERS)}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=rf"adapters on the experts of this model family \({experts}.down_proj\) are not supported; merge "
+    ):
+        MergedTensors(base, tmp_path / "adapter", key="--lora")

@@ -88,7 +88,8 @@ def test_its_gradients_are_those_of_peft(file: str, results: dict, peft: HfRefer
 def test_merged_weights_are_those_of_peft(file: str, results: dict, models: Path, adapter: Path) -> None:
     """Merged weights equal those of PEFT's merge_and_unload."""
     merged = PeftModel.from_pretrained(base_model(models), adapter).merge_and_unload()
-    truth = {released(name): to_released_form(name, parameter) for name, parameter in merged.named_parameters()}
+    kind = merged.config.model_type
+    truth = {released(name): to_released_form(name, parameter, kind) for name, parameter in merged.named_parameters()}
     assert results[file]["merged"].keys() == truth.keys()
     assert max((tensor - truth[name]).abs().max() for name, tensor in results[file]["merged"].items()) <= 1e-5
 

@@ -35,13 +35,18 @@ CASES = [
     ("qwen3_vl", 2, TWO_PROCESSES),
     ("qwen3_5", 2, TWO_PROCESSES),
     pytest.param("qwen2_vl", 2, TWO_PROCESSES, marks=pytest.mark.long),
+    pytest.param("qwen3_5_moe", 2, TWO_PROCESSES, marks=pytest.mark.long),
 ]
 
 
 @pytest.mark.parametrize(("family", "num_processes", "layout"), CASES)
 def test_adapters_are_those_of_peft(family: str, num_processes: int, layout: str, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
-    """Adapters of the family pass the checks of test_lora.py."""
-    make_checkpoint(tmp_path / "tied", family=family, init="random", seed=1, vision_depth=3)
+    """Adapters of the family pass the checks of test_lora.py.
+
+    With seed 1, the logits of Qwen3.5 with experts differ by more than 2e-5 between transformers'
+    own float32 and float64.
+    """
+    make_checkpoint(tmp_path / "tied", family=family, init="random", seed=2 if family == "qwen3_5_moe" else 1, vision_depth=3)
     adapter = write_adapter(tmp_path / "tied", tmp_path / "adapter")
     peft = HfReference(tmp_path / "tied", adapter)
     torchrun(num_processes, SUPPORT / "lora_layouts.py", tmp_path, adapter, tmp_path, layout)

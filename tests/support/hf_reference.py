@@ -80,11 +80,12 @@ def sampled_log_softmax(logits: torch.Tensor, banned_ids: list[int]) -> torch.Te
 def write_adapter(model: Path, folder: Path) -> Path:
     """Write an adapter made by PEFT alone.
 
-    B is as large as A, so that no part of the adapter is a no-op. Experts have adapters of rank 8.
+    B is as large as A, so that no part of the adapter is a no-op. The experts of Qwen3-VL have
+    adapters, of rank 8; those of Qwen3.5 have none.
     """
     torch.manual_seed(0)
     base = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
-    own = {"r": 8, "target_parameters": EXPERTS} if base.config.model_type.endswith("_moe") else {"r": 4}
+    own = {"r": 8, "target_parameters": EXPERTS} if base.config.model_type == "qwen3_vl_moe" else {"r": 4}
     adapted = get_peft_model(base, LoraConfig(lora_alpha=8, target_modules=MODULES, task_type="CAUSAL_LM", **own))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

@@ -100,8 +100,9 @@ def run_layout(models: Path, adapter: Path, out: Path, text: str) -> None:
     renderer, contexts = make_example(model)
     whole = pack(contexts, image_token_id=renderer.image_token_id, positions=read_spec(model).rope_positions, multiple_of=case.tp)
 
-    has_experts = read_spec(model).experts is not None  # their adapters have no dropout, and a rank of 8
-    adapters = replace(LORA, rank=8) if has_experts else LORA
+    experts, adapters = read_spec(model).experts, LORA
+    if experts is not None:  # their adapters have no dropout, and a rank of 8
+        adapters = replace(LORA, targets=["attention", "vision", "projector"]) if experts.shared_ffn_size else replace(LORA, rank=8)
     made: list[Policy] = []
 
     def make(lora: LoraSettings | None, parallel: ParallelSettings = parallel, seed: int = 5) -> Policy:
@@ -137,7 +138,7 @@ def run_layout(models: Path, adapter: Path, out: Path, text: str) -> None:
     loaded.save_adapter(out / f"adapter {text}")
 
     dropping = replace(adapters, path=str(adapter), dropout=0.3)
-    for name, recompute in () if has_experts else (("dropped", case.recompute), ("dropped_again", "none"), ("dropped_recomputed", "full")):
+    for name, recompute in () if experts else (("dropped", case.recompute), ("dropped_again", "none"), ("dropped_recomputed", "full")):
         policy = make(dropping, replace(parallel, recompute=recompute))
         result[f"{name}_logprobs"] = policy.logprobs([whole])[0]
         result[f"{name}_gradients"] = compute_adapter_gradients(policy, policy.pack(contexts, max_tokens=200))

@@ -73,6 +73,7 @@ class MergedTensors:
         outputs, *inputs = self.specs[target].shape
         rank = self.rank
         if is_expert_tensor(target):  # [experts, inputs, outputs]
+            self._check_experts(target)
             rank, inputs, outputs = rank * outputs, inputs[:1], inputs[1]
         sizes = [list(self.adapter.specs[name].shape) for name in (a, b)]
         if sizes != [[rank, *inputs], [outputs, rank]]:
@@ -81,6 +82,15 @@ class MergedTensors:
                 f"do not fit the base tensor {target} ({self.specs[target]})"
             )
         return a, b
+
+    def _check_experts(self, target: str) -> None:
+        """Raise ValueError if the experts are stored as [experts, outputs, inputs]."""
+        stem = target.rpartition(".")[0]
+        if self.specs[f"{stem}.gate_up_proj"].shape[-2] != self.specs[f"{stem}.down_proj"].shape[-1]:
+            raise ValueError(
+                f"{self.adapter.key}={self.adapter.folder}: adapters on the experts of this model family ({target}) are not supported; "
+                "merge the adapter with PEFT itself"
+            )
 
     def read(self, name: str) -> torch.Tensor:
         """Return the base model's tensor `name` with the adapter merged in."""
