@@ -81,8 +81,8 @@ def test_the_engine_serves_what_it_was_sent(family: str, tmp_path: Path, monkeyp
 
 @pytest.mark.long
 def test_the_engine_reads_separate_experts(tmp_path: Path) -> None:
-    """vLLM loads the folder that the merger writes with --experts separate; its logprobs equal those
-    of HF for the fused folder.
+    """vLLM loads the folder that the merger writes with --experts separate; its logprobs equal
+    those of HF for the fused folder.
     """
     make_checkpoint(tmp_path / "model", family="qwen3_vl_moe", init="random", seed=1, vision_depth=4)
     assert run_merge(tmp_path / "model", tmp_path / "separate", "--experts", "separate") == 0

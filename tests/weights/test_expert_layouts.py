@@ -1,4 +1,4 @@
-"""Experts with a tensor for each matrix of each expert: read as fused ones, written by --experts."""
+"""Experts with a tensor for each matrix: read as fused ones, and written by --experts separate."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -175,7 +175,7 @@ def _verify_logits(partial: Path, checkpoint: Path) -> str:
 def _rename_tensors(
     source: TensorSource, specs: dict[str, TensorSpec], arrange: Arrange, rename: Callable[[str], str], advance: Callable[[int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor once, with its output name and output dtype, in the layout of `arrange`."""
+    """Yield every tensor once, with output name and dtype, in the layout of `arrange`."""
     read = prefetch(lambda name: source.read(name).to(specs[name].dtype), specs)
     for (name, spec), tensor in zip(specs.items(), read, strict=True):
         assert tensor.shape == spec.shape, f"{name}: read shape {tuple(tensor.shape)}, expected {spec}"

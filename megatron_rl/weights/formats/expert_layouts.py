@@ -3,8 +3,8 @@
 Fused, a layer has the tensors `experts.gate_up_proj` and `experts.down_proj` with the matrices of
 all experts, as in released checkpoints. Separate, each expert has three matrices of its own,
 `experts.0.gate_proj.weight` [F, H], `experts.0.up_proj.weight` [F, H] and
-`experts.0.down_proj.weight` [H, F], as in Qwen3-MoE and in checkpoints that other trainers and
-older versions of transformers write. All readers of Hugging Face names read both layouts.
+`experts.0.down_proj.weight` [H, F], as in released Qwen3-MoE models. All readers of Hugging Face
+names read both layouts.
 """
 
 import re
