@@ -101,7 +101,8 @@ def build_policy(
     return Policy(
         settings.model, layout,
         training=TrainingSettings(
-            parallel=settings.parallel, optim=settings.optim, num_steps=num_steps, lora=settings.lora, seed=settings.run.seed
+            parallel=settings.parallel, optim=settings.optim, num_steps=num_steps, lora=settings.lora, seed=settings.run.seed,
+            router_loss_coefs=(settings.algo.router_aux_loss_coef, settings.algo.router_z_loss_coef),
         ),
         special_tokens=renderer.special_tokens,
         temperature=settings.algo.temperature if is_rl else 1.0,

@@ -565,6 +565,8 @@ class MicroBatch:
     shared segment refers to the first sequence that contains the segment. None for padding and for
     sequences that do not belong to a rollout.
     """
+    num_sequences_S: list[int] = field(default_factory=list)
+    """Number of sequences that contain each segment; 0 for padding."""
     images: list[Image]
     """Distinct images of the micro-batch. Each image is encoded once, even if several sequences use
     it.

@@ -153,7 +153,9 @@ def test_a_policy_is_built_of_its_settings(
     """
     monkeypatch.setattr(build, "Policy", lambda model, layout, **given: {"model": model, "layout": layout, **given})
     settings = replace(
-        SETTINGS, algo=AlgoSettings(temperature=0.7, kl_coef=kl_coef), optim=OptimSettings(lr=0.25), lora=LoraSettings(rank=3),
+        SETTINGS,
+        algo=AlgoSettings(temperature=0.7, kl_coef=kl_coef, router_aux_loss_coef=0.5, router_z_loss_coef=0.25),
+        optim=OptimSettings(lr=0.25), lora=LoraSettings(rank=3),
         parallel=ParallelSettings(log_probs_chunk_size=77), engine=EngineSettings(bucket_mib=0.5), critic=CriticSettings(backbone=trunk,
         cliprange_value=0.4),
     )  # fmt: skip
@@ -162,7 +164,8 @@ def test_a_policy_is_built_of_its_settings(
     assert built == {
         "model": settings.model, "layout": "layout", "special_tokens": "tokens", "temperature": temperature, "keep_reference": keep,
         "training": TrainingSettings(
-            parallel=settings.parallel, optim=settings.optim, num_steps=123, lora=settings.lora, seed=11
+            parallel=settings.parallel, optim=settings.optim, num_steps=123, lora=settings.lora, seed=11,
+            router_loss_coefs=(0.5, 0.25),
         ),
         "bucket_mib": 0.5, "critic": settings.critic if has_head else None, "patches": "patches",
     }  # fmt: skip

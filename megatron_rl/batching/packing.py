@@ -104,6 +104,7 @@ class Segment:
     weights: list[float]
     number: int
     """Zero-based index of the segment's sequence in the micro-batch."""
+    is_padding: bool = False
     prefix: int = -1
     """Index of the segment that this segment continues, or -1 if this segment starts a sequence."""
     origin: SegmentSource | None = None
@@ -135,6 +136,7 @@ class Segment:
         return cls(
             token_ids=zeros, targets=zeros, mask=zeros, rollout_logprobs=nothing, advantages=nothing,
             position_3L=torch.zeros(3, length, dtype=torch.long), image_rows=[None] * length, weights=nothing, number=number,
+            is_padding=True,
         )  # fmt: skip
 
     def cut(self, start: int, stop: int, *, prefix: int = -1) -> "Segment":
@@ -181,6 +183,7 @@ def _join(segments: list[Segment], *, denominator: int, teacher: int, device: to
         offset_S1=offsets,
         prefix_S=[segment.prefix for segment in segments],
         origin_S=[segment.origin for segment in segments],
+        num_sequences_S=_count_sequences(segments),
         images=shown,
         grid_I3=torch.tensor([image.grid for image in shown], dtype=torch.long).reshape(-1, 3),
         vision_position_M=torch.tensor(position_M, dtype=torch.long, device=device),
@@ -190,6 +193,17 @@ def _join(segments: list[Segment], *, denominator: int, teacher: int, device: to
         advantage_T=column(lambda s: [a * m for a, m in zip(s.advantages, s.mask, strict=True)], torch.float32),
         rollout_logprob_T=column(lambda s: s.rollout_logprobs, torch.float32),
     )
+
+
+def _count_sequences(segments: Sequence[Segment]) -> list[int]:
+    """Return the number of sequences that contain each segment; 0 for padding."""
+    last = {segment.number: index for index, segment in enumerate(segments) if not segment.is_padding}
+    counts = [0] * len(segments)
+    for index in last.values():  # from the end of a sequence to its start
+        while index >= 0:
+            counts[index] += 1
+            index = segments[index].prefix
+    return counts
 
 
 def make_loss_inputs(

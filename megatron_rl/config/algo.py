@@ -122,11 +122,18 @@ class AlgoSettings:
     """Experts with which the policy computes each token of a model with experts (docs/experts.md).
     none: its own choice in every pass. policy: its choice in the pass that computes the old
     logprobs (R2). rollout: the choice of the rollout engine (R3)."""
+    router_aux_loss_coef: float = 0.0
+    """Coefficient of the load-balancing loss of the routers of a model with experts
+    (docs/algorithm.md); 0 disables it. It needs one more forward pass per update."""
+    router_z_loss_coef: float = 0.0
+    """Coefficient of the z loss of the routers of a model with experts (docs/algorithm.md); 0
+    disables it."""
     temperature: float = 1.0
     """Softmax temperature of the policy, used both for sampling and for the trainer's logprobs."""
 
     def __post_init__(self) -> None:
-        for key, value in (("std_eps", self.std_eps), ("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
+        for key in ("std_eps", "kl_coef", "entropy_coef", "router_aux_loss_coef", "router_z_loss_coef"):
+            value = getattr(self, key)
             require(0 <= value < math.inf, f"algo.{key}", value, "must be a finite, non-negative number")
         require(0 <= self.kl_target < math.inf, "algo.kl_target", self.kl_target, "must be a finite, non-negative number")
         require(

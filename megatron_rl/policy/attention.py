@@ -31,6 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_rl.errors import RunFailed
 from megatron_rl.policy.deepstack import DeepStack
 from megatron_rl.policy.fused import rotate
+from megatron_rl.policy.router_losses import BatchWeights
 from megatron_rl.policy.routing_replay import BatchRouting
 
 if TYPE_CHECKING:
@@ -150,6 +151,8 @@ class SharedPromptParams(PackedSeqParams):
     stacked: DeepStack | None = None
     routing: BatchRouting | None = None
     """Experts to replay or to record; None if the routers choose."""
+    router_losses: BatchWeights | None = None
+    """Tokens of the routers' losses; None if the pass has none."""
     delta_plan: "DeltaPlan | None" = None
     """Indices for gated delta nets; None if the model has none."""
 

@@ -36,6 +36,7 @@ from megatron_rl.config import LoraSettings
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.expert_lora import build_expert_adapters
 from megatron_rl.policy.fused import swiglu
+from megatron_rl.policy.router_losses import LayerLosses
 from megatron_rl.weights.stream import MegatronParameter
 
 
@@ -161,9 +162,19 @@ class Router(TopKRouter):
     transformer/moe/moe_utils.py, RouterGatingLinearFunction).
     """
 
+    losses: LayerLosses | None = None
+    """Losses that this pass adds to the update (router_losses.py)."""
+
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Return the fp32 logits of all experts."""
         return linear(input.float(), self.weight.float())
+
+    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights of each token's experts, and True for these experts, as [T, E]."""
+        prob_TE, is_used_TE = super().routing(logits, padding_mask)
+        if self.losses is not None:
+            prob_TE = self.losses.attach(prob_TE, logits.flatten(0, -2), is_used_TE)
+        return prob_TE, is_used_TE
 
 
 class SharedExpert(SharedExpertMLP):
@@ -191,7 +202,7 @@ def sparse_mlp_spec(mlp: ModuleSpec, lora: LoraSettings) -> ModuleSpec:
 def expert_config(spec: ModelSpec, ep: int) -> dict[str, Any]:
     """Return Megatron's options for experts with expert-parallel size `ep`; none without experts.
 
-    There is no auxiliary loss: the router is trained by the policy loss alone.
+    Megatron's auxiliary losses are off; see router_losses.py.
     """
     if spec.experts is None:
         return {}

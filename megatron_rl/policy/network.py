@@ -49,6 +49,8 @@ class TrainingSettings:
     """Number of steps that the learning-rate schedule spans."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """Adapter settings; if lora.rank is 0, the model is trained without adapters."""
+    router_loss_coefs: tuple[float, float] = (0.0, 0.0)
+    """Coefficients of the policy's load-balancing loss and z loss of routers (router_losses.py)."""
     seed: int = 0
     """Seed for initializing new adapters and the value head."""
 

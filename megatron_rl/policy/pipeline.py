@@ -71,6 +71,12 @@ class Pipeline:
                 dist.broadcast(result, src=self.layout.last_stage_rank, group=self.layout.pp_group)
         return results
 
+    @with_megatron_on_cpu
+    @torch.no_grad()
+    def visit(self, batches: list[MicroBatch]) -> None:
+        """Run one forward pass without results, for what the layers record themselves."""
+        self.run(batches, lambda *_, **__: None, forward_only=True)
+
     def run(self, batches: list[MicroBatch], on_hidden: Callable, *, forward_only: bool) -> list:
         """Run Megatron's forward/backward schedule over the micro-batches and return the results.
 

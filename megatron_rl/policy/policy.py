@@ -30,6 +30,7 @@ from megatron_rl.policy.network import Network, TrainingSettings
 from megatron_rl.policy.offload import HostCopy
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import ImagePatchFn, images_of_rank, patch_bytes
+from megatron_rl.policy.router_losses import RouterLosses
 from megatron_rl.policy.routing_replay import RoutingReplay
 from megatron_rl.policy.server_teacher import ServerTeacher
 from megatron_rl.policy.teacher import Teacher, compare_with_teacher, teacher_logprobs
@@ -98,6 +99,9 @@ class Policy(TrainableModel):
         self._has_values, self._shares_prompts = critic is not None, can_share_prompts(self.network.device, next(chunks.parameters()).dtype)
         self.routing = RoutingReplay(chunks, self.spec, layout) if self.spec.experts else None
         """Records and replays the experts of tokens; None for a dense model."""
+        has_router_losses = self.spec.experts is not None and any(training.router_loss_coefs)
+        self.router_losses = RouterLosses(chunks, self.spec, layout, training.router_loss_coefs) if has_router_losses else None
+        """Adds the losses of the routers to updates; None if there are none."""
         self.teachers: Sequence[Teacher | ServerTeacher] = []
         self.make_teacher: Callable[[], Teacher] | None = None
         """Builds the teacher from the merged checkpoints (distill.merge) or the current weights."""
@@ -220,11 +224,13 @@ class Policy(TrainableModel):
             metrics.checks.update(rows.finite_checks())
             return value, metrics
 
-        if self.routing is None:
-            return self.network.update(batches, on_hidden, step=step, is_partial=value_head_only, check=check)
-        self.routing.clear_statistics()
-        metrics = self.network.update(batches, on_hidden, step=step, is_partial=value_head_only, check=check)
-        return metrics | self.routing.differences()
+        router_losses = None if value_head_only else self.router_losses
+        with router_losses.added_to(batches, self.network.pipeline.visit) if router_losses else nullcontext():
+            if self.routing:
+                self.routing.clear_statistics()
+            metrics = self.network.update(batches, on_hidden, step=step, is_partial=value_head_only, check=check)
+        metrics |= router_losses.metrics() if router_losses else {}
+        return metrics | (self.routing.differences() if self.routing else {})
 
     def _logprob_and_entropy(
         self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor, *, teachers: Sequence[Teacher | ServerTeacher] = ()

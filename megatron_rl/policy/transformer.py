@@ -33,6 +33,7 @@ from megatron_rl.policy.gated_delta_net import GatedSelfAttention, delta_net_con
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.lora import adapt_layers, adapted_delta_net
 from megatron_rl.policy.parallel import Layout
+from megatron_rl.policy.router_losses import BatchWeights
 from megatron_rl.policy.routing_replay import BatchRouting
 from megatron_rl.policy.value_head import ValueHead
 from megatron_rl.policy.vision import build_vision_tower, encode_images
@@ -229,6 +230,8 @@ class ModelChunk(MegatronModule):
         self.num_images_encoded = 0
         self.start_routing: Callable[[MicroBatch], BatchRouting | None] = lambda _: None
         """Returns the experts to replay or record in a pass; set by RoutingReplay."""
+        self.start_router_losses: Callable[[MicroBatch], BatchWeights | None] = lambda _: None
+        """Returns the tokens of the routers' losses in a pass; set by RouterLosses."""
         self.uses_transformer_engine = has_fused_layers(spec, lora)
         self.share_embeddings_and_output_weights = spec.tie_word_embeddings and heads.has_lm_head
         self.language = GPTModel(
@@ -288,7 +291,7 @@ class ModelChunk(MegatronModule):
         hidden, stacked = self._embed(batch) if self.pre_process else (None, None)
         angle_T11D = self.language.rotary_pos_emb(batch.position_3T[:, None], self.config.mrope_section)
         packed = self._packed(batch, angle_T11D[:, 0, 0], stacked)
-        packed.routing = self.start_routing(batch)
+        packed.routing, packed.router_losses = self.start_routing(batch), self.start_router_losses(batch)
         hidden = self.language.decoder(
             hidden_states=hidden,
             attention_mask=None,

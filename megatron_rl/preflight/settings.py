@@ -165,6 +165,8 @@ def _check_routing_replay(settings: Settings, model: ModelSpec) -> None:
     has_experts = model.experts is not None
     require(has_experts or algo.routing_replay == "none", "algo.routing_replay", algo.routing_replay, remedy)
     require(has_experts or not settings.engine.return_routed_experts, "engine.return_routed_experts", True, remedy)
+    for key, coef in (("router_aux_loss_coef", algo.router_aux_loss_coef), ("router_z_loss_coef", algo.router_z_loss_coef)):
+        require(has_experts or coef == 0, f"algo.{key}", coef, remedy)
     num_updates, correction = settings.batch.minibatches * settings.batch.epochs, algo.rollout_correction
     records = algo.routing_replay != "policy" or num_updates == 1 or needs_old_logprob_forward(settings)
     remedy = f"algo.rollout_correction={correction} computes no old logprobs, whose pass would record the experts; use rollout"

@@ -410,11 +410,11 @@ def test_a_setting_moves_the_rows_that_it_should_and_no_other(field: str) -> Non
 
 
 def test_every_setting_is_wired() -> None:
-    """The table covers all settings of algo except five.
+    """The table covers all settings of algo except seven.
 
-    The policy uses the temperature and the routing replay (tests/parity/test_routing_replay.py), the
-    table of algorithms uses the name, and the training loop adapts kl_coef
-    (tests/test_training_loop_scripted.py).
+    The policy uses the temperature, the routing replay (tests/parity/test_routing_replay.py) and
+    the losses of routers (tests/parity/test_router_losses.py), the table of algorithms uses the
+    name, and the training loop adapts kl_coef (tests/test_training_loop_scripted.py).
     """
-    elsewhere = {"name", "temperature", "kl_target", "kl_horizon", "routing_replay"}
+    elsewhere = {"name", "temperature", "kl_target", "kl_horizon", "routing_replay", "router_aux_loss_coef", "router_z_loss_coef"}
     assert WIRING.keys() == {field.name for field in dataclasses.fields(AlgoSettings)} - elsewhere

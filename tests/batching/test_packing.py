@@ -85,6 +85,7 @@ def test_padding_is_a_sequence_of_its_own_without_weight(tokens: int, multiple: 
     batch = pack(contexts, image_token_id=PAD, positions=POSITIONS, multiple_of=multiple)
     assert batch.num_tokens == length == batch.cu_seqlens_S1[-1]
     assert batch.mask_T.sum() == bool(tokens) == batch.weight_T.sum() == batch.denominator
+    assert batch.num_sequences_S == [1] * bool(tokens) + [0] * (length > tokens)
     assert {t.shape[-1] for t in (batch.target_T, batch.mask_T, batch.weight_T, batch.position_3T, batch.rollout_logprob_T)} == {length}
 
 
@@ -225,6 +226,7 @@ def test_what_is_shared_is_a_tree() -> None:
     assert batch.token_T.tolist() == [5, 6, 7, 6, 8, 3, 4]
     assert batch.target_T.tolist() == [6, 7, 0, 8, 0, 4, 0]
     assert (batch.offset_S1, batch.prefix_S) == ([0, 1, 3, 5, 7], [-1, 0, 0, 2])
+    assert batch.num_sequences_S == [3, 1, 2, 1]
     assert batch.sequence_T.tolist() == [0, 0, 0, 1, 1, 2, 2]
 
     parent = sequence([5, 6, 1], [7, 8])
@@ -240,6 +242,7 @@ def test_what_is_shared_is_a_tree() -> None:
     assert batch.target_T.tolist() == [6, 1, 7, 8, 2, 3, 0, 8, 0, 1, 0]
     assert batch.mask_T.int().tolist() == [0, 0, 1, 1, 0, 1, 0, 1, 0, 1, 0]
     assert (batch.offset_S1, batch.prefix_S) == ([0, 2, 4, 7, 9, 11], [-1, 0, 1, 1, 0])
+    assert batch.num_sequences_S == [3, 2, 1, 1, 1]
     assert batch.position_3T[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 4, 5, 2, 3]
     rows_R = batch.mask_T.nonzero()[:, 0]
     rows = make_loss_inputs(batch, rows_R, torch.zeros(5), torch.zeros(5))

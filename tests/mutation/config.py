@@ -31,4 +31,11 @@ MUTANTS = (
         "",
         "tests/preflight/test_settings.py -k routing_replay",
     ),
+    Mutant(
+        "losses of routers of a dense model are accepted",
+        "megatron_rl/preflight/settings.py",
+        '        require(has_experts or coef == 0, f"algo.{key}", coef, remedy)\n',
+        "        pass\n",
+        "tests/preflight/test_settings.py -k losses_of_routers",
+    ),
 )

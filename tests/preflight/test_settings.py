@@ -1,5 +1,6 @@
 """Choices by name in the settings: built-in tasks and rewards, and those of a user."""
 
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -167,3 +168,15 @@ def test_routing_replay_requires_experts() -> None:
         check_sizes(settings_of(routing_replay="policy", rollout_correction="bypass"), experts, 1)
     with pytest.raises(ValueError, match=r"^algo.routing_replay=R3: "):
         settings_of(routing_replay="R3")
+
+
+@pytest.mark.parametrize("key", ["router_aux_loss_coef", "router_z_loss_coef"])
+def test_losses_of_routers_require_experts(key: str) -> None:
+    """A dense model has no routers. Coefficients are finite and not negative."""
+    settings = settings_of(**{key: 0.5})
+    check_sizes(settings, load_known_spec("Qwen/Qwen3-VL-30B-A3B-Instruct"), 1)
+    with pytest.raises(ValueError, match=rf"^algo.{key}=0.5: model.path=there has no experts; leave it out$"):
+        check_sizes(settings, MODEL, 1)
+    for value in (-0.5, math.inf):
+        with pytest.raises(ValueError, match=rf"^algo.{key}={value}: must be a finite, non-negative number$"):
+            settings_of(**{key: value})
