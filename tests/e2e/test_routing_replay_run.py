@@ -11,6 +11,8 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.rollout_store import read_rollouts, step_path
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import SUPPORT
+from tests.e2e.test_resume import alike, content, end, kill_when_there_is
+from tests.support import fork_server
 
 GAP, SHARES = "rollout_mismatch/logprob_abs_diff_max", ("routing_replay/token_layer_diff_fraction", "routing_replay/token_diff_fraction")
 
@@ -59,3 +61,68 @@ def test_other_settings(replay: str, ranks: int, engine_tp: int, torchrun: Calla
     if replay == "policy":
         assert all(0 < step[SHARES[0]] <= step[SHARES[1]] <= 0.5 for step in steps)
         assert all(step["policy/first_ratio"] == pytest.approx(1, abs=1e-5) for step in steps)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("replay", ["rollout", "policy"])
+def test_a_killed_run_goes_on_as_the_run_that_was_not_killed(replay: str, tmp_path: Path) -> None:
+    """A run of four steps is killed after its second checkpoint and started again. Its metrics, its
+    rollouts with their experts and its final weights are those of a run that was never killed and
+    wrote no checkpoint, bit for bit.
+    """
+    model, runs = write_model(tmp_path), {name: tmp_path / name for name in ("unbroken", "killed")}
+
+    def begin(name: str, *options: object) -> fork_server.Process:
+        return fork_server.Process(SUPPORT / "routing_run.py", model, runs[name], replay, 1, "--steps", 4, *options)
+
+    end(begin("unbroken"))
+    kill_when_there_is(runs["killed"] / "checkpoints" / "step_00000002", begin("killed", "--checkpoint-every", 1))
+    assert not (runs["killed"] / "final").exists()
+    end(begin("killed", "--checkpoint-every", 1))
+    unbroken, killed = ([alike(line) for line in read_metrics(run / "metrics.jsonl")] for run in runs.values())
+    assert killed == unbroken and sum("grad_norm" in line and SHARES[0] in line for line in unbroken) == 4
+    for folder in ("final", "rollouts"):
+        files = {path.relative_to(runs["unbroken"]) for path in (runs["unbroken"] / folder).rglob("*") if path.is_file()}
+        assert files == {path.relative_to(runs["killed"]) for path in (runs["killed"] / folder).rglob("*") if path.is_file()}
+        assert files and not [file for file in files if content(runs["killed"] / file) != content(runs["unbroken"] / file)]
+    recorded = read_rollouts(step_path(runs["killed"] / "rollouts", 3))
+    assert all(bool(context.routed_experts) == (replay == "rollout") for rollout in recorded for context in rollout.sequences)
+
+
+def sampled_tokens(run: Path, step: int) -> list[list[tuple[int, float]]]:
+    """Return, for each sequence of a step, the weight version of each sampled token and the
+    difference of its logprobs in engine and trainer.
+    """
+    found = []
+    for rollout in read_rollouts(step_path(run / "rollouts", step), with_images=False):
+        for context in rollout.sequences:
+            rows = zip(context.weight_versions, context.rollout_logprobs, context.old_logprobs, context.loss_mask, strict=True)
+            found.append([(version, abs(ours - theirs)) for version, theirs, ours, is_sampled in rows if is_sampled])
+    return found
+
+
+@pytest.mark.long
+def test_experts_of_episodes_that_continue_across_updates(torchrun: Callable[..., str], tmp_path: Path) -> None:
+    """With run.max_staleness=1, turns and their experts come from different weight versions. If the
+    versions have equal weights (learning rate 0), the trainer's logprob of every token, stale ones
+    included, equals the engine's: no token lacks its experts or has those of another.
+    """
+    steps = run_steps(torchrun, write_model(tmp_path), tmp_path / "run", "rollout", 1, "--stale", "--steps", 8, "--lr", 0.0)
+    found = [(step, tokens) for step in range(8) for tokens in sampled_tokens(tmp_path / "run", step)]
+    assert len(steps) == 8 and all(step["rollout/failed"] == 0 for step in steps)
+    assert any(len({version for version, _ in tokens}) > 1 for _, tokens in found), "no sequence has two versions"
+    assert any(version < step for step, tokens in found for version, _ in tokens), "no token is stale"
+    assert max(difference for _, tokens in found for _, difference in tokens) <= 1e-4
+    assert all(step[SHARES[1]] > 0.9 for step in steps)
+
+
+@pytest.mark.long
+def test_experts_of_fresh_sequences_among_stale_ones(torchrun: Callable[..., str], tmp_path: Path) -> None:
+    """With changing weights, sequences that were sampled by the step's own weights alone have equal
+    logprobs in engine and trainer, although others in the batch are stale.
+    """
+    steps = run_steps(torchrun, write_model(tmp_path), tmp_path / "run", "rollout", 1, "--stale", "--steps", 8, "--lr", 1e-3)
+    found = [(step, tokens) for step in range(8) for tokens in sampled_tokens(tmp_path / "run", step)]
+    fresh = [difference for step, tokens in found if {version for version, _ in tokens} == {step} for _, difference in tokens]
+    assert len(steps) == 8 and len(fresh) > 100 and max(fresh) <= 1e-4
+    assert any(version < step for step, tokens in found for version, _ in tokens), "no token is stale"
