@@ -5,7 +5,7 @@ assistant messages, except messages whose field "loss" is False. A teacher adds 
 the policy from it at these tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_rl.algo.distill import make_distill_term
 from megatron_rl.algo.objective import make_sft_objective
@@ -20,7 +20,7 @@ from megatron_rl.rollout.task import Task
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.record import Run
 from megatron_rl.run.shutdown import StopSignal
-from megatron_rl.types import Demonstration, MicroBatch
+from megatron_rl.types import Demonstration, MicroBatch, TokenSequence
 
 MAX_COMPARED = 32
 """Maximum number of transcripts to compare with the prompts of the task."""
@@ -87,6 +87,29 @@ def update(settings: Settings, policy: Policy, batches: list[MicroBatch], *, tea
         policy.logprobs(batches, weights="teacher")  # sets the teacher's hidden states
     loss = make_sft_objective(distill=make_distill_term(settings.distill, step=step), teacher_alone=teacher_alone)
     return policy.update(batches, loss, step=step)
+
+
+def load_step_demonstrations(
+    settings: Settings, *, task: Task, renderer: Renderer, log: Callable[[str], None]
+) -> Callable[[int], list[TokenSequence]] | None:
+    """Return a function step -> demonstrations among the rollouts of the step; None without any.
+
+    Step k has the demonstrations k * num to (k + 1) * num - 1 of shuffled passes over the files, so
+    that a resumed run continues at the same one.
+
+    Raises:
+        ValueError: A conversation cannot be used, or is too long.
+    """
+    num = settings.distill.count_demonstrations(settings.batch.prompts_per_step * settings.batch.group_size)
+    if num == 0:
+        return None
+    drawn = {"num": num * settings.run.steps, "seed": derive_seed(settings.run.seed, 0)}
+    demonstrations = load_demonstrations(task.settings.data, TRANSCRIPTS_SPLIT, **drawn)
+    demonstrations.check_lengths(make_length_check(settings, renderer))
+    for line in (*demonstrations.warnings, *prompt_warnings(task, demonstrations)):
+        log(f"warning: task.data.demonstrations: {line}")
+    shown = RenderedDemonstrations(renderer, demonstrations)
+    return lambda step: [shown[number].sequence for number in range(step * num, (step + 1) * num)]
 
 
 def prompt_warnings(task: Task, demonstrations: Sequence[Demonstration]) -> list[str]:

@@ -12,14 +12,14 @@ from megatron_rl.algo.distill import add_teacher_rewards, compute_distill_coef
 from megatron_rl.algo.gae import values_and_returns
 from megatron_rl.algo.rollout_correction import bypasses
 from megatron_rl.algo.thoughts import scale_thought_logprobs
-from megatron_rl.batching.minibatches import RankShares, cut_minibatches
+from megatron_rl.batching.minibatches import RankShares, add_demonstrations, cut_minibatches
 from megatron_rl.batching.packing import gather_column, gather_teacher_top
 from megatron_rl.batching.token_stats import write_column
 from megatron_rl.config import AlgoSettings, Settings
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.routed_experts import RoutingFormat, gather_routed_experts, require_routed_experts
-from megatron_rl.types import Image, MicroBatch, Rollout
+from megatron_rl.types import Image, MicroBatch, Rollout, TokenSequence
 
 BATCH_COLUMN = {
     "old_logprobs": "old_logprob_T", "reference_logprobs": "ref_logprob_T", "teacher_logprobs": "teacher_logprob_T",
@@ -56,7 +56,8 @@ def prepare_training_batch(
     needs_model_outputs = bool(columns)
     if not needs_model_outputs:
         algorithm.advantage_fn(rollouts, algo)
-    shares = shard_minibatches(rollouts, settings, policy, keep_zero_advantage=needs_model_outputs)
+    demonstrations = policy.demonstrations(step) if policy.demonstrations and settings.distill.data_fraction else []
+    shares = shard_minibatches(rollouts, settings, policy, keep_zero_advantage=needs_model_outputs, demonstrations=demonstrations)
     ends = final_states(rollouts) if algo.bootstrap_truncated else []
     shares_of_ends = shard_minibatches(ends, settings, policy, keep_zero_advantage=True)
     fetch_images(images_by_rank([*shares, *shares_of_ends], policy))
@@ -76,9 +77,13 @@ def required_columns(settings: Settings, algorithm: Algorithm) -> tuple[str, ...
     return tuple(dict.fromkeys((*algorithm.required_columns(settings.algo), *of_teacher)))
 
 
-def shard_minibatches(rollouts: list[Rollout], settings: Settings, policy: Policy, *, keep_zero_advantage: bool) -> list[RankShares]:
+def shard_minibatches(
+    rollouts: list[Rollout], settings: Settings, policy: Policy, *,
+    keep_zero_advantage: bool, demonstrations: Sequence[TokenSequence] = (),
+) -> list[RankShares]:  # fmt: skip
     """Split the rollouts into mini-batches and shard each mini-batch across data-parallel ranks.
 
+    The demonstrations are divided among the mini-batches.
     Sequences with all-zero advantages are kept if `keep_zero_advantage` is set, or if the objective
     has a KL, entropy or distillation term.
     """
@@ -88,13 +93,18 @@ def shard_minibatches(rollouts: list[Rollout], settings: Settings, policy: Polic
     if settings.distill.listed_sources:
         teacher = [settings.distill.teacher_index(rollout.source) for rollout in rollouts]
         cut = [[replace(item, teacher=teacher[item.origin[0]]) for item in minibatch if item.origin] for minibatch in cut]
+    cut = add_demonstrations(cut, demonstrations, batch)
     return [policy.shard_across_dp(minibatch, max_tokens=batch.micro_batch_tokens) for minibatch in cut]
 
 
 def images_by_rank(minibatches: Sequence[RankShares], policy: Policy) -> dict[int, list[Image]]:
-    """Return a map from each rank to the images that the rank encodes for these mini-batches."""
+    """Return a map from each rank to the images of rollouts that the rank encodes.
+
+    Every rank has the images of demonstrations.
+    """
     needed: dict[int, list[Image]] = {}
-    for shares in minibatches:
+    for each in minibatches:
+        shares = [[[item for item in part if not item.is_demonstration] for part in parts] for parts in each]
         for rank, images in policy.images(shares).items():
             needed.setdefault(rank, []).extend(images)
     return needed

@@ -594,6 +594,10 @@ class MicroBatch:
     """Index of the teacher of all sequences (Policy.teachers); -1 if their data source has no
     teacher. Without effect if the step has no teacher.
     """
+    is_demonstration: bool = False
+    """True if the sequences are demonstrations among the rollouts of a step, on which the policy
+    learns from the teacher alone (distill.data_fraction).
+    """
     advantage_T: torch.Tensor
     """Advantage of each target; 0 where mask_T is False."""
     rollout_logprob_T: torch.Tensor
@@ -723,6 +727,8 @@ class LossInputs:
     rollout_logprob_R and old_logprob_R differ only by numerical error. None means True for all
     tokens.
     """
+    is_demonstration: bool = False
+    """True if the tokens are those of demonstrations, as in MicroBatch."""
     values: ValueLossInputs | None = None
     """Inputs of the value loss if the critic shares the policy's backbone, else None."""
 

@@ -2,7 +2,7 @@
 demonstrations that are rendered all at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from pathlib import Path
@@ -13,10 +13,10 @@ from PIL import Image as Pillow
 
 from megatron_rl import sft
 from megatron_rl.batching.packing import pack
-from megatron_rl.config import DataSettings, DistillSettings, ModelSettings
+from megatron_rl.config import BatchSettings, DataSettings, DistillSettings, ModelSettings, RunSettings, Settings
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Demonstration
+from megatron_rl.types import Demonstration, TokenSequence
 from tests.support.data_files import write_rows
 from tests.support.transcripts import REPLY, USER
 
@@ -59,6 +59,34 @@ def test_round_and_round_within_the_bound(random_model: Path, monkeypatch: pytes
         batch = pack([weighted], image_token_id=renderer.image_token_id, positions=positions)
         assert renderer.patches(batch.images[0], attrgetter("pil")).equal(expected.images[0].patch_PC)
     assert demonstrations.asked == asked
+
+
+def test_demonstrations_of_a_step(random_model: Path, tmp_path: Path) -> None:
+    """Two of six samples are demonstrations, read from shuffled passes over five rows. A step's
+    demonstrations depend neither on earlier steps nor on the number of steps, as a resumed or
+    longer run needs. Every pass has every row once, and another seed gives another order."""
+    renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=3136))
+    rows = [{"messages": [USER, {"role": "assistant", "content": "one " * (number + 1)}]} for number in range(5)]
+    data = DataSettings(demonstrations=[str(write_rows(tmp_path / "t.jsonl", rows))])
+    task = SimpleNamespace(settings=SimpleNamespace(data=data), find_prompt_mismatch=lambda _: "")
+
+    def load(*, steps: int, seed: int = 0, fraction: float = 1 / 3) -> Callable[[int], list[TokenSequence]] | None:
+        settings = Settings(
+            model=ModelSettings(path=str(random_model)), run=RunSettings(dir="x", steps=steps, seed=seed),
+            batch=BatchSettings(prompts_per_step=2, group_size=2), distill=DistillSettings(teacher="t", data_fraction=fraction),
+        )  # fmt: skip
+        return sft.load_step_demonstrations(settings, task=task, renderer=renderer, log=lambda _: None)
+
+    def read(step_demonstrations: Callable | None, steps: Sequence[int]) -> list[list[int]]:
+        assert step_demonstrations is not None
+        return [sequence.token_ids for step in steps for sequence in step_demonstrations(step)]
+
+    whole = read(load(steps=5), range(5))
+    rendered = sorted(renderer.transcript(row["messages"]).token_ids for row in rows)
+    assert sorted(whole[:5]) == sorted(whole[5:]) == rendered
+    assert read(load(steps=5), (3, 4)) == read(load(steps=9), (3, 4)) == whole[6:]
+    assert read(load(steps=5, seed=1), range(5)) != whole
+    assert load(steps=5, fraction=0.0) is None
 
 
 def test_columns_that_are_not_read_are_told_once(random_model: Path, tmp_path: Path) -> None:

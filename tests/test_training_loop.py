@@ -59,6 +59,7 @@ class Scripted:
     seen_packed: list[TokenSequence] = field(default_factory=list)
     privileged_prompt: None = None
     routing: None = None
+    demonstrations: Callable | None = None
 
     def shard_across_dp(self, minibatch: Sequence[PackItem], *, max_tokens: int) -> RankShares:
         return [
@@ -107,6 +108,16 @@ class Scripted:
     ) -> dict[str, float]:
         self.updates.append((batches, loss.__qualname__.split(".")[0], step, value_head_only))
         return {"loss": 1.0}
+
+
+class CollectsItems(Scripted):
+    """Collects the sequences with images that ranks ask for."""
+
+    needed: list[PackItem]
+
+    def images(self, dealt: RankShares) -> dict[int, list[Image]]:
+        self.needed = [*getattr(self, "needed", []), *(item for parts in dealt for part in parts for item in part)]
+        return {}
 
 
 class Peers:
@@ -420,6 +431,51 @@ def test_a_teacher_reads_every_sequence(apply_to: str, asked: list[str], monkeyp
     assert {token: value for batch in batches for token, value in by_token(batch, batch.advantage_T).items()} == pytest.approx(expected)
     found = {token: value for batch in batches for token, value in by_token(batch, batch.teacher_logprob_T).items()}
     assert found == {token: SAYS["teacher"](token) for token in expected}
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_demonstrations_join_the_rollouts(ranks: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demonstrations of the step are divided among the mini-batches in order, in micro-batches
+    of their own, with the weights and denominators of episodes. Rollouts keep their micro-batch
+    inputs, and no rank asks for images of demonstrations. A step without a teacher has none."""
+    peers, demonstrations = Peers(ranks), []
+    monkeypatch.setattr(token_stats, "all_gather_large_object", peers.gather)
+    for number in range(3):
+        demonstrations.append(TokenSequence())
+        demonstrations[-1].extend([5, 6])
+        demonstrations[-1].extend([2000 + 10 * number + place for place in range(1 + number)], logprobs=[0.0] * (1 + number))
+    settings = settings_of(AlgoSettings(name="rloo"), minibatches=2, loss_agg_mode=mode)
+
+    def prepare(rank: int, distill: DistillSettings) -> tuple[list, list[int]]:
+        peers.mine.rank = rank
+        policy, asked = CollectsItems(rank, ranks), []
+        policy.demonstrations = lambda step: [asked.append(step), demonstrations][1]
+        minibatches = training_batch.prepare_training_batch(
+            step(), replace(settings, distill=distill), policy, algorithm=ALGORITHMS["rloo"], fetch_images=lambda _: None, step=5
+        )
+        assert policy.needed and not any(item.is_demonstration for item in policy.needed)
+        return minibatches, asked
+
+    found = {}
+    for fraction in (0.0, 0.2):
+        distill = DistillSettings(teacher="t", data_fraction=fraction)
+        with ThreadPoolExecutor(ranks) as threads:
+            results = list(threads.map(lambda rank, distill=distill: prepare(rank, distill), range(ranks)))
+        assert [asked for _, asked in results] == [[5] if fraction else []] * ranks
+        found[fraction] = [[batch for minibatches, _ in results for batch in minibatches[place]] for place in range(2)]
+    for place, own in ((0, [0, 1]), (1, [2])):
+        plain, mixed = found[0.0][place], found[0.2][place]
+        data = [batch for batch in mixed if batch.is_demonstration]
+        others = [batch for batch in mixed if not batch.is_demonstration]
+        expected = {2000 + 10 * n + t: 1.0 if mode == "token_mean" else 1 / (1 + n) for n in own for t in range(1 + n)}
+        assert {token: w for batch in data for token, w in by_token(batch, batch.weight_T).items()} == pytest.approx(expected)
+        assert sum(batch.denominator for batch in data) == (len(expected) if mode == "token_mean" else len(own))
+        assert all(not batch.advantage_T.any() and batch.teacher_logprob_T is not None for batch in data)
+        for column in ("advantage_T", "weight_T", "old_logprob_T"):
+            one, two = ({t: v for b in each for t, v in by_token(b, getattr(b, column)).items()} for each in (plain, others))
+            assert one == two and one
+        assert sum(batch.denominator for batch in plain) == sum(batch.denominator for batch in others)
 
 
 def test_each_data_source_has_its_own_teacher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,13 +27,16 @@ def make_policy_objective(
     The loss is the sum over sampled tokens of weight * (correction * policy_loss + kl_coef * KL -
     entropy_coef * entropy + distill_coef * divergence); see GRPO, arXiv 2402.03300, eq. 3, and
     `DistillTerm` for the last term. With algo.use_kl_in_reward, the KL term is part of the reward,
-    and the loss has no KL term.
+    and the loss has no KL term. The loss of demonstrations is `compute_data_loss`.
     """
     algorithm, is_bypass = algorithms[algo.name], bypasses(algo)
     estimate = ESTIMATORS[algo.kl_estimator]
     has_kl_term = algo.kl_coef > 0 and not algo.use_kl_in_reward
 
     def loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
+        if rows.is_demonstration:
+            assert distill is not None, "demonstrations need a teacher"
+            return compute_data_loss(rows, distill)
         correction_R = compute_is_weights(rows, algo)
         compared = replace(rows, old_logprob_R=rows.rollout_logprob_R) if is_bypass else rows
         loss_R = correction_R * algorithm.policy_loss(compared, algo)
@@ -48,6 +51,20 @@ def make_policy_objective(
         return (rows.weight_R * loss_R).sum(), policy_metrics(rows, correction_R, algo, loss_inputs=compared, bounds=bounds)
 
     return loss
+
+
+def compute_data_loss(rows: LossInputs, distill: DistillTerm) -> tuple[torch.Tensor, LossMetrics]:
+    """Return the loss of demonstrations among the rollouts of a step, and its metrics.
+
+    The loss is the sum over the demonstrations' tokens of weight * distill_coef * divergence (GKD,
+    arXiv 2306.13649).
+    """
+    divergence_R = distill.divergence(rows)
+    sums = {
+        "distill/data_divergence": divergence_R.detach().sum(),
+        "distill/data_tokens": divergence_R.new_tensor(float(divergence_R.numel())),
+    }
+    return (rows.weight_R * distill.coef * divergence_R).sum(), LossMetrics(sums=sums, maxima={})
 
 
 def make_sft_objective(*, distill: DistillTerm | None = None, teacher_alone: bool = False) -> Loss:

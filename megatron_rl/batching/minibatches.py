@@ -34,6 +34,8 @@ class PackItem:
     """
     teacher: int = 0
     """Index of the sequence's teacher, as in MicroBatch.teacher."""
+    is_demonstration: bool = False
+    """True for a demonstration among the rollouts of a step (distill.data_fraction)."""
 
     @property
     def num_tokens(self) -> int:
@@ -97,15 +99,35 @@ def make_pack_items(rollout: Rollout, settings: BatchSettings, *, index: int) ->
     The weights implement batch.loss_agg_mode (see `episode_weight`). `index` is the index of the
     rollout in the step's list.
     """
+    weighted = weigh_sequences(rollout.sequences, settings)
+    numbers = (number for number, context in enumerate(rollout.sequences) if any(context.loss_mask))
+    return [replace(item, origin=(index, number)) for item, number in zip(weighted, numbers, strict=True)]
+
+
+def weigh_sequences(sequences: Sequence[TokenSequence], settings: BatchSettings) -> list[PackItem]:
+    """Return a weighted pack item for each sequence of an episode that contains sampled tokens."""
     by_turn = settings.loss_agg_mode == "turn_mean"
-    num = sum(len(find_turns(context)) for context in rollout.sequences) if by_turn else rollout.num_sampled
+    num = sum(len(find_turns(context)) if by_turn else sum(context.loss_mask) for context in sequences)
     weight, denominator = episode_weight(num, settings)
     weighted = [
-        PackItem(context, weight=weight, weight_is_per_turn=by_turn, denominator=0, origin=(index, number))
-        for number, context in enumerate(rollout.sequences)
-        if any(context.loss_mask)
+        PackItem(context, weight=weight, weight_is_per_turn=by_turn, denominator=0) for context in sequences if any(context.loss_mask)
     ]
     return [replace(weighted[0], denominator=denominator), *weighted[1:]]
+
+
+def add_demonstrations(
+    minibatches: Sequence[list[PackItem]], demonstrations: Sequence[TokenSequence], settings: BatchSettings
+) -> list[list[PackItem]]:
+    """Add demonstrations to the mini-batches of rollouts, in order and as evenly as possible.
+
+    A demonstration has the weight and the denominator of an episode with the same tokens. A step
+    without mini-batches stays empty.
+    """
+    joined = [list(each) for each in minibatches]
+    for number, sequence in enumerate(demonstrations if joined else ()):
+        items = weigh_sequences([sequence], settings)
+        joined[number * len(joined) // len(demonstrations)] += [replace(item, is_demonstration=True) for item in items]
+    return joined
 
 
 def cut_minibatches(rollouts: Sequence[Rollout], settings: BatchSettings, *, keep_zero_advantage: bool) -> list[list[PackItem]]:
@@ -181,11 +203,12 @@ RankShares = list[list[list[PackItem]]]
 def pack_costs(minibatch: Sequence[PackItem], image_token_id: int, *, share_prompts: bool) -> list[PackCost]:
     """Return the cost of each sequence, sorted so that sequences with a common prefix are adjacent.
 
-    Sequences of one teacher are adjacent, too, because a micro-batch has one teacher. If
-    `share_prompts` is False, the cost of a sequence is its full length; the order does not change.
+    Sequences of one teacher are adjacent, too, because a micro-batch has one teacher, and so are
+    demonstrations. If `share_prompts` is False, the cost of a sequence is its full length; the
+    order does not change.
     """
     texts = token_key(minibatch, image_token_id)
-    order = sorted(prefix_order(texts), key=lambda place: minibatch[place].teacher)
+    order = sorted(prefix_order(texts), key=lambda place: (minibatch[place].is_demonstration, minibatch[place].teacher))
     ordered = [minibatch[place] for place in order]
     shared = shared_lengths(ordered, [texts[place] for place in order]) if share_prompts else [0] * len(ordered)
     return [
@@ -272,7 +295,8 @@ def split_by_cost(loads: list[PackCost], max_tokens: int) -> list[list[PackItem]
 
     A micro-batch has at most max_tokens tokens and MAX_KV_RATIO * max_tokens attention keys; a
     sequence that exceeds a limit by itself is packed alone. The sequences of a micro-batch have the
-    same teacher. If there are no sequences, the result is one empty micro-batch.
+    same teacher, and all or none of them are demonstrations. If there are no sequences, the result
+    is one empty micro-batch.
 
     The limit is lowered as far as the number of micro-batches allows. Otherwise, the last
     micro-batch could be so small that the host, which launches the same kernels for every
@@ -282,6 +306,11 @@ def split_by_cost(loads: list[PackCost], max_tokens: int) -> list[list[PackItem]
     num = len(_fill_by_cost(loads, max_tokens))
     limit = bisect_left(range(max_tokens), True, key=lambda tokens: len(_fill_by_cost(loads, tokens)) <= num)
     return _fill_by_cost(loads, limit)
+
+
+def _kind(item: PackItem) -> tuple[int, bool]:
+    """Return what the sequences of a micro-batch have in common."""
+    return item.teacher, item.is_demonstration
 
 
 def _fill_by_cost(loads: list[PackCost], max_tokens: int) -> list[list[PackItem]]:
@@ -300,7 +329,7 @@ def _fill_by_cost(loads: list[PackCost], max_tokens: int) -> list[list[PackItem]
         kept = {stop for stop in stops if stop <= load.num_shared_tokens}
         added = {load.num_shared_tokens, load.num_tokens_alone} - kept
         is_full = tokens + load.num_added_tokens > max_tokens or keys + sum(added) > MAX_KV_RATIO * max_tokens
-        if not micro or is_full or load.item.teacher != micro[-1][-1].teacher:
+        if not micro or is_full or _kind(load.item) != _kind(micro[-1][-1]):
             micro.append([])
             tokens, keys, stops = load.num_tokens_alone, load.num_tokens_alone, {load.num_tokens_alone}
         else:

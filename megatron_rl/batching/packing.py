@@ -37,10 +37,10 @@ def pack(
         cu_seqlens_S1  [0 1 3 5 7]
         prefix_S       [-1 0 0 2]
 
-    All sequences must have the same teacher. Zero-weight padding extends the micro-batch to a
-    multiple of `multiple_of` tokens. With sequence parallelism, `multiple_of` is the
-    tensor-parallel size. If `weighted` is empty, the micro-batch contains only padding, for a
-    data-parallel rank without work.
+    All sequences must have the same teacher, and all or none are demonstrations. Zero-weight
+    padding extends the micro-batch to a multiple of `multiple_of` tokens. With sequence
+    parallelism, `multiple_of` is the tensor-parallel size. If `weighted` is empty, the micro-batch
+    contains only padding, for a data-parallel rank without work.
     """
     shared = shared_lengths(weighted, token_key(weighted, image_token_id)) if share_prompts else [0] * len(weighted)
     segments: list[Segment] = []
@@ -56,8 +56,9 @@ def pack(
     padding = -num_tokens % multiple_of if num_tokens else multiple_of
     if padding:
         segments.append(Segment.make_padding(padding, number=len(weighted)))
-    (teacher,) = {each.teacher for each in weighted} or {0}
-    return _join(segments, denominator=sum(each.denominator for each in weighted), teacher=teacher, device=device)
+    ((teacher, is_demonstration),) = {(each.teacher, each.is_demonstration) for each in weighted} or {(0, False)}
+    joined = _join(segments, denominator=sum(each.denominator for each in weighted), teacher=teacher, device=device)
+    return replace(joined, is_demonstration=is_demonstration)
 
 
 def split_points(shared: Sequence[int], length: int) -> list[int]:
@@ -236,6 +237,7 @@ def make_loss_inputs(
         logprob_scale_R=None if coefficient_T is None else coefficient_T[rows_R],
         on_policy_R=None if current_T is None else current_T[rows_R],
         values=values,
+        is_demonstration=batch.is_demonstration,
     )
 
 

@@ -82,6 +82,9 @@ class DistillSettings:
     an estimate from the sampled token alone."""
     top_k: int = 64
     """Number of the teacher's tokens with distill.support=top_k."""
+    data_fraction: float = 0.0
+    """Fraction of a step's samples that are demonstrations (task.data.demonstrations), on which the
+    policy learns from the teacher alone. They are added to the rollouts of the step."""
     clip: float = 0.0
     """Upper limit of each outcome's term in the divergence; terms above it are constant, so that
     they have no gradient. 0 clips nothing."""
@@ -124,6 +127,25 @@ class DistillSettings:
         require(not (in_loss and self.server.is_used) or self.support != "full", "distill.support", self.support, remedy)
         method, remedy = self.merge.method, "is a second teacher next to distill.teacher or distill.server.urls; leave one of them out"
         require(not method or not (self.teacher or self.server.is_used), "distill.merge.method", method, remedy)
+
+        self._check_data_fraction()
+
+    def _check_data_fraction(self) -> None:
+        fraction, key, remedy = self.data_fraction, "distill.data_fraction", "must be in [0, 1); for demonstrations alone, use stage=sft"
+        require(0 <= fraction < 1, key, fraction, remedy)
+        refused = {
+            "servers score only tokens that the policy samples; use distill.teacher": self.server.is_used,
+            "demonstrations have no data source that names a teacher; use distill.teacher": bool(self.teachers),
+            "demonstrations have no fields for distill.privileged_prompt; leave one of them out": bool(self.privileged_prompt),
+            "distill.apply_to=reward needs tokens that the policy samples; use loss": self.apply_to == "reward",
+            "distill.support=sampled needs tokens that the policy samples; use full or top_k": self.support == "sampled",
+        }
+        for remedy, is_refused in refused.items():
+            require(fraction == 0 or not is_refused, key, fraction, remedy)
+
+    def count_demonstrations(self, num_rollouts: int) -> int:
+        """Return the number of demonstrations that join the given number of rollouts in a step."""
+        return round(self.data_fraction * num_rollouts / (1 - self.data_fraction))
 
     @property
     def has_teacher(self) -> bool:

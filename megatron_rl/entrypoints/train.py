@@ -45,7 +45,7 @@ from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, StopSignal
 from megatron_rl.services.address import token_file
 from megatron_rl.services.engine_servers import ENGINES_TOKEN_NAME, run_engine_servers
 from megatron_rl.services.service_launcher import enabled_services, resolve_addresses, run_services
-from megatron_rl.sft import train_sft
+from megatron_rl.sft import load_step_demonstrations, train_sft
 from megatron_rl.training_loop import train
 
 T = TypeVar("T")
@@ -71,6 +71,7 @@ class TrainingStage:
 
 def run_rl(settings: Settings, context: TrainerContext) -> RolloutManager:
     """Run RL training with rollout engines and return the rollout manager."""
+    load_demonstrations(settings, context)
     rollout_manager = context.build_rollout_manager(settings)
     with context.run.step_timer("start"):
         report_prompts(settings, rollout_manager=rollout_manager, log=context.run.log)
@@ -81,11 +82,19 @@ def run_rl(settings: Settings, context: TrainerContext) -> RolloutManager:
 
 def run_replay(settings: Settings, context: TrainerContext) -> None:
     """Run RL training on recorded rollouts (run.mode=replay), without a rollout engine."""
+    load_demonstrations(settings, context)
     rollout_manager = RolloutReplay(
         Path(settings.rollouts.replay_from), world=context.world, gather_rollouts=context.image_exchange.gather_rollouts,
         generation_settings=generation_settings(settings), episode_settings=episode_settings(settings),
     )  # fmt: skip
     _run_training_loop(context, rollout_manager, None)
+
+
+def load_demonstrations(settings: Settings, context: TrainerContext) -> None:
+    """Load the demonstrations among the rollouts of each step (distill.data_fraction)."""
+    given = {"task": context.task, "renderer": context.renderer, "log": context.run.log}
+    with context.run.step_timer("start"):
+        context.policy.demonstrations = raise_on_all_ranks(partial(load_step_demonstrations, settings, **given))
 
 
 def _run_training_loop(

@@ -144,15 +144,17 @@ def _teacher_hidden_bytes(settings: Settings, *, replicas: int) -> int:
     """Return the bytes of the teacher's hidden states on a rank of the last pipeline stage.
 
     Every episode is assumed to sample as many tokens as it may, and to have the teacher with the
-    largest hidden states. In stage=sft, the hidden states of
-    one update exist at a time, and every demonstration is assumed to have the maximum length.
+    largest hidden states. In stage=sft, the hidden states of one update exist at a time. Every
+    demonstration is assumed to have the maximum length.
     """
     distill, task, batch = settings.distill, settings.task, settings.batch
     if not distill.has_divergence:
         return 0
-    num_sequences, longest = settings.sft.batch_size, settings.engine.max_model_len
-    if settings.stage == "rl":
-        num_sequences, longest = batch.prompts_per_step * batch.group_size, task.max_turns * task.max_new_tokens
+    num_rollouts, episode_tokens = batch.prompts_per_step * batch.group_size, task.max_turns * task.max_new_tokens
+    num_demonstrations, longest = distill.count_demonstrations(num_rollouts), settings.engine.max_model_len
+    if settings.stage == "sft":
+        num_rollouts, num_demonstrations = 0, settings.sft.batch_size
+    num_tokens = -(-num_rollouts // replicas) * episode_tokens + -(-num_demonstrations // replicas) * longest
     teachers = distill.teacher_paths or [settings.model.path]
     hidden_size = max(load_known_spec(path, key=distill.teacher_key(path)).hidden_size for path in teachers)
-    return -(-num_sequences // replicas) * longest * hidden_size * torch_dtype(settings.model.dtype).itemsize
+    return num_tokens * hidden_size * torch_dtype(settings.model.dtype).itemsize

@@ -176,7 +176,7 @@ def merge_update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     """
     if not updates:
         return {}
-    updates = [add_effective_sample_size(update) for update in updates]
+    updates = [add_data_divergence(add_effective_sample_size(update)) for update in updates]
     first = updates[0]
     values = {name: [update[name] for update in updates] for name in first}
     merged = {name: _max_or_nan(each) if name.endswith("_max") else sum(each) / len(each) for name, each in values.items()}
@@ -186,6 +186,17 @@ def merge_update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     gaps = {name: value for name, value in first.items() if name.startswith("rollout_mismatch/logprob_abs_diff")}
     gaps |= {"rollout_mismatch/logprob_abs_diff": mean_logprob_abs_diff(first)} if "rollout_mismatch/logprob_abs_diff" in gaps else {}
     return {**merged, **ratio, **gaps}
+
+
+def add_data_divergence(update: Mapping[str, float]) -> dict[str, float]:
+    """Convert distill/data_divergence to a mean over the demonstrations' tokens, if there are any.
+
+    An update's own value is divided by the number of sampled tokens, as is distill/data_tokens.
+    """
+    metrics = dict(update)
+    if num_tokens := metrics.pop("distill/data_tokens", 0.0):
+        metrics["distill/data_divergence"] /= num_tokens
+    return metrics
 
 
 def mean_logprob_abs_diff(update: Mapping[str, float]) -> float:

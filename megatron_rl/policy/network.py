@@ -130,7 +130,7 @@ class Network:
         Returns:
             Metrics by name: `lr`, `grad_norm` (before clipping), `loss`, and the metrics of
             `on_hidden`. Loss terms are divided by the sum of denominators, sums are divided by the
-            number of sampled tokens, and maxima are not scaled.
+            number of sampled tokens, without those of demonstrations, and maxima are not scaled.
 
         Raises:
             NonFiniteValue: On every rank. Raised before any weight changes if a checked tensor, the
@@ -142,7 +142,7 @@ class Network:
             value, metrics = on_hidden(batch, rows_R, hidden_RH)
             metrics.losses["loss"] = value.detach()
             sums = cast("dict[str, torch.Tensor | float]", metrics.sums)
-            sums.update({"tokens": float(rows_R.numel()), "denominator": float(batch.denominator)})
+            sums.update({"tokens": 0.0 if batch.is_demonstration else float(rows_R.numel()), "denominator": float(batch.denominator)})
             collected.append(metrics)
             return value, value.new_full((), batch.denominator, dtype=torch.int), {}
 

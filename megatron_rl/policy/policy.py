@@ -36,7 +36,7 @@ from megatron_rl.policy.server_teacher import ServerTeacher
 from megatron_rl.policy.teacher import Teacher, compare_with_teacher, teacher_logprobs
 from megatron_rl.policy.trainable_model import TrainableModel
 from megatron_rl.policy.transformer import HeadConfig
-from megatron_rl.types import Image, Loss, LossInputs, LossMetrics, MicroBatch, SpecialTokens
+from megatron_rl.types import Image, Loss, LossInputs, LossMetrics, MicroBatch, SpecialTokens, TokenSequence
 from megatron_rl.weights.formats.base_digest import compute_base_digest
 from megatron_rl.weights.formats.open_checkpoint import open_source
 from megatron_rl.weights.formats.peft import make_peft_config, write_peft
@@ -106,6 +106,8 @@ class Policy(TrainableModel):
         self.make_teacher: Callable[[], Teacher] | None = None
         """Builds the teacher from the merged checkpoints (distill.merge) or the current weights."""
         self.privileged_prompt: PrivilegedPrompt | None = None
+        self.demonstrations: Callable[[int], list[TokenSequence]] | None = None
+        """Returns the demonstrations among the rollouts of a step (distill.data_fraction)."""
         self.reference = HostCopy(chunks.parameters()) if keep else None
         if self.reference is not None:
             self.reference.copy_to_host()

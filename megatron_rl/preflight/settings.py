@@ -127,6 +127,8 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
     require(settings.stage == "rl" or not text, "distill.privileged_prompt", text, remedy)
     if settings.distill.server.is_used:
         _check_teacher_server(settings)
+    if settings.distill.data_fraction:
+        _check_data_fraction(settings, plugins)
     method, remedy = settings.distill.merge.method, "merges checkpoints of stage=rl; in stage=sft, use distill.teacher"
     require(settings.stage == "rl" or not method, "distill.merge.method", method, remedy)
     if settings.run.epochs == 0:  # otherwise resolve_epochs checks the number of steps
@@ -230,6 +232,21 @@ def _check_teacher_server(settings: Settings) -> None:
     require(settings.run.mode != "replay", "run.mode", settings.run.mode, remedy)
     remedy = "servers return logprobs at temperature 1; use 1 with distill.server.urls, or distill.teacher"
     require(temperature == 1, "algo.temperature", temperature, remedy)
+
+
+def _check_data_fraction(settings: Settings, plugins: Plugins) -> None:
+    """Raise ValueError if the run cannot mix demonstrations with its rollouts."""
+    batch, fraction, name = settings.batch, settings.distill.data_fraction, settings.algo.name
+    num, replay = settings.distill.count_demonstrations(batch.prompts_per_step * batch.group_size), settings.algo.routing_replay
+    refused = {
+        "is for the rollouts of stage=rl; leave it out in stage=sft": settings.stage != "rl",
+        f"algo.name={name} has a critic, and demonstrations have no returns; choose another algorithm": has_critic(settings, plugins),
+        "needs conversations; set task.data.demonstrations=[FILE.jsonl]": not settings.task.data.demonstrations,
+        "algo.routing_replay=rollout needs experts, which demonstrations do not record; use policy or none": replay == "rollout",
+        f"gives a step {num} demonstrations, fewer than batch.minibatches={batch.minibatches}; use more": num < batch.minibatches,
+    }
+    for remedy, is_refused in refused.items():
+        require(not is_refused, "distill.data_fraction", fraction, remedy)
 
 
 VISION_KEYS: Mapping[str, Callable[[ModelSpec], int]] = {

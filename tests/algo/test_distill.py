@@ -21,6 +21,7 @@ from megatron_rl.config import (
     Settings,
     TeacherServerSettings,
 )
+from megatron_rl.observe.step_metrics import merge_update_metrics
 from megatron_rl.run.history import History
 from megatron_rl.training_loop import settings_at_step
 from megatron_rl.types import TokenSequence
@@ -118,6 +119,11 @@ def test_the_algorithm_has_no_advantages() -> None:
         ({"support": "sampled", "divergence": "jsd"}, "distill.divergence=jsd"),
         ({"clip": -0.1}, "distill.clip=-0.1: must be a finite, positive number, or 0 to clip nothing"),
         ({"clip": math.inf}, "distill.clip=inf"),
+        ({"data_fraction": 1.0}, "distill.data_fraction=1.0: must be in"),
+        ({"data_fraction": 0.5, "apply_to": "reward"}, "distill.data_fraction=0.5: distill.apply_to=reward needs tokens that"),
+        ({"data_fraction": 0.5, "support": "sampled"}, "distill.data_fraction=0.5: distill.support=sampled needs tokens that"),
+        ({"data_fraction": 0.5, "teachers": {"a": "b"}}, "distill.data_fraction=0.5: demonstrations have no data source"),
+        ({"data_fraction": 0.5, "privileged_prompt": "x"}, "distill.data_fraction=0.5: demonstrations have no fields"),
         ({"support": "sampled", "clip": 0.1}, "distill.clip=0.1: clips the terms of a sum over outcomes"),
         ({"apply_to": "reward", "clip": 0.1}, "distill.clip=0.1: has no effect with distill.apply_to=reward"),
     ],
@@ -143,6 +149,8 @@ def test_settings_that_a_server_cannot_serve(given: dict, refusal: str) -> None:
     assert DistillSettings(server=server, support="top_k").has_divergence
     with pytest.raises(ValueError, match=f"^{re.escape(refusal)}"):
         DistillSettings(server=server, **given)
+    with pytest.raises(ValueError, match=r"^distill.data_fraction=0.5: servers score only tokens that the policy samples"):
+        DistillSettings(server=server, support="top_k", data_fraction=0.5)
     with pytest.raises(ValueError, match=r"^distill.server.token_file=key: has no effect without distill.server.urls"):
         TeacherServerSettings(token_file="key")
 
@@ -193,6 +201,29 @@ def test_steps_with_a_merged_teacher() -> None:
     assert settings_at_step(History(), settings, step=5) == settings
     without = replace(settings, distill=DistillSettings())
     assert not any(merges_after(without, step=step) for step in range(12))
+
+
+def test_the_number_of_demonstrations_of_a_step() -> None:
+    """With a fraction f of all samples, n rollouts are joined by f n / (1 - f)."""
+    numbers = [DistillSettings(teacher="t", data_fraction=fraction).count_demonstrations(96) for fraction in (0.0, 0.25, 0.5, 0.9)]
+    assert numbers == [0, 32, 96, 864]
+
+
+def test_the_loss_of_demonstrations_by_hand() -> None:
+    """The divergences 2 and 3.5 with the weights 1 and 2 and the coefficient 0.5 give 4.5; logprobs
+    and entropies have no gradient, and no metric of rollouts is reported."""
+    rows = make_loss_inputs([0.5, 1.75], [3.0, -1.0], weight=[1.0, 2.0], divergence=[2.0, 3.5], teacher_logprob=[-1.5, -2.5])
+    rows = replace(rows, is_demonstration=True, ref_logprob_R=rows.old_logprob_R)
+    assert rows.divergence_R is not None
+    rows.divergence_R.requires_grad_()
+    algo = AlgoSettings(kl_coef=0.1, entropy_coef=0.1, rollout_correction="token_tis")
+    loss, metrics = make_policy_objective(algo, distill=make_distill_term(DistillSettings(teacher="t", coef=0.5), step=0))(rows)
+    loss.backward()
+    assert (loss.item(), rows.divergence_R.grad.tolist(), rows.logprob_R.grad) == (4.5, [0.5, 1.0], None)
+    assert {name: value.item() for name, value in metrics.sums.items()} == {"distill/data_divergence": 5.5, "distill/data_tokens": 2.0}
+    assert not metrics.maxima and not metrics.histograms
+    updates = [{"policy/ratio": 1.0, "distill/data_divergence": 5.5 / 8, "distill/data_tokens": 2 / 8}]
+    assert merge_update_metrics(updates) == {"policy/ratio": 1.0, "distill/data_divergence": 2.75}
 
 
 def test_settings_without_a_teacher_are_refused() -> None:

@@ -123,6 +123,22 @@ def test_a_teacher_of_the_warm_start_needs_a_divergence(random_model: Path) -> N
             check_settings(settings_of(*given, override), 1)
 
 
+def test_demonstrations_among_rollouts(random_model: Path) -> None:
+    """Three demonstrations for 8 rollouts are refused where no demonstration can be used, or where a
+    mini-batch would have none."""
+    given = (f"model.path={random_model}", "run.dir=there", "task=number_line", f"distill.teacher={random_model}")
+    mixed = ("distill.data_fraction=0.25", "batch.prompts_per_step=4", "batch.group_size=2", "task.data.demonstrations=[a.jsonl]")
+    check_settings(settings_of(*given, *mixed), 1)
+    for overrides, refusal in (
+        (("stage=sft",), "is for the rollouts of stage=rl; leave it out in stage=sft"),
+        (("algo=ppo",), "algo.name=ppo has a critic, and demonstrations have no returns; choose another algorithm"),
+        (("task.data.demonstrations=[]",), "needs conversations; set task.data.demonstrations=[FILE.jsonl]"),
+        (("batch.minibatches=4",), "gives a step 3 demonstrations, fewer than batch.minibatches=4; use more"),
+    ):
+        with pytest.raises(ValueError, match=f"^distill.data_fraction=0.25: {re.escape(refusal)}$"):
+            check_settings(settings_of(*given, *mixed, *overrides), 1)
+
+
 def test_ranks_that_divide_experts_have_one_teacher() -> None:
     """With a teacher for each source, ranks would run different numbers of passes and wait for each
     other forever."""

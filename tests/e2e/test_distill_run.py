@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from megatron_rl.config import ModelSettings
+from megatron_rl.data.transcripts import load_demonstrations
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.rollout_store import read_rollouts
 from megatron_rl.registry import build_task
@@ -16,6 +17,7 @@ from megatron_rl.types import TokenSequence
 from megatron_rl_tools.convert import verify
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.contracts.test_configs import settings_of
+from tests.support.data_files import make_png, write_rows
 from tests.support.game_runs import GAME_OVERRIDES
 
 SMALL = ("batch.prompts_per_step=2", "batch.group_size=2", "task.eval_samples=0", "optim.lr=1e-3")
@@ -116,6 +118,64 @@ def test_the_teacher_adds_to_the_warm_start(torchrun, random_model: Path, teache
         assert [first["sft/nll"], first["distill/divergence"]] == pytest.approx([nll, divergence], rel=1e-5)
         assert first["loss"] == pytest.approx((nll if name == "both" else 0.0) + COEF * divergence, rel=1e-5)
         assert second["distill/divergence"] < first["distill/divergence"]
+
+
+def test_demonstrations_among_rollouts(torchrun, random_model: Path, teacher: Path, tmp_path: Path) -> None:  # noqa: ANN001
+    """With a third of the samples from transcripts with images, the first step's divergences equal
+    those of Hugging Face's models on the recorded rollouts and on the rendered transcripts, and the
+    loss is their mean over all tokens."""
+    overrides = mixed_overrides(random_model, teacher, tmp_path)
+    torchrun(2, TRAIN, *overrides, "run.steps=1", f"run.dir={tmp_path / 'run'}")
+    first, *_ = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    rollouts = [each for each in read_rollouts(tmp_path / "run" / "rollouts" / "step_000000.parquet") if each.is_trained_on]
+    renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=12000, max_pixels=13000))
+    settings = settings_of(*overrides, "run.dir=x")
+    drawn = load_demonstrations(settings.task.data, "transcripts", num=4, seed=derive_seed(settings.run.seed, 0))
+    kinds = [[with_patches(s, renderer) for each in rollouts for s in each.sequences]]
+    kinds.append([renderer.transcript(drawn[number].messages) for number in range(2)])
+    means = [compare_on(sequences, random_model, teacher, renderer)[1] for sequences in kinds]
+    counts = [sum(sum(sequence.loss_mask) for sequence in sequences) for sequences in kinds]
+    assert [first["distill/divergence"], first["distill/data_divergence"]] == pytest.approx(means, rel=1e-4)
+    assert first["tokens"] == counts[0] and "distill/data_tokens" not in first
+    assert first["loss"] == pytest.approx(sum(m * n for m, n in zip(means, counts, strict=True)) / sum(counts), rel=1e-4)
+    assert first["rollout_mismatch/logprob_abs_diff_max"] < 0.01, "demonstrations have no logprobs of an engine"
+
+
+@pytest.mark.long
+def test_a_resumed_run_goes_on_at_the_same_demonstration(torchrun, random_model: Path, teacher: Path, tmp_path: Path) -> None:  # noqa: ANN001
+    """The second step reports the numbers of a run that was not interrupted, bit for bit."""
+    overrides = mixed_overrides(random_model, teacher, tmp_path)
+    for name, steps in (("run", 2), ("resumed", 1), ("resumed", 2)):
+        torchrun(2, TRAIN, *overrides, f"run.steps={steps}", f"run.dir={tmp_path / name}")
+    _, one, *_ = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    two = next(line for line in read_metrics(tmp_path / "resumed" / "metrics.jsonl") if line["step"] == one["step"])
+    for name in ("loss", "distill/data_divergence", "distill/divergence", "grad_norm"):
+        assert one[name] == two[name], name
+
+
+def mixed_overrides(student: Path, teacher: Path, folder: Path) -> tuple[str, ...]:
+    """Return the settings of a run with two demonstrations for four rollouts."""
+    (folder / "red.png").write_bytes(make_png("red"))
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "<image>" * (n % 2) + f"Number {n}?"},
+                {"role": "assistant", "content": "One " * (n + 1)},
+            ]
+        }
+        | ({"images": ["red.png"]} if n % 2 else {})
+        for n in range(3)
+    ]
+    path = write_rows(folder / "rows.jsonl", rows)
+    given = (
+        "algo=distill",
+        "distill.divergence=forward_kl",
+        f"distill.teacher={teacher}",
+        "distill.data_fraction=0.34",
+        "rollouts.save=all",
+    )
+    data = (f"task.data.demonstrations=[{path}]", f"task.data.images={folder}", f"model.path={student}", "checkpoint.every=1")
+    return (*GAME_OVERRIDES, *SMALL, *given, *data)
 
 
 def banned_to_zero(model: torch.nn.Module, sequence: TokenSequence, renderer: Renderer) -> torch.Tensor:

@@ -91,6 +91,8 @@ def test_the_teachers_hidden_states_on_the_host() -> None:
     assert held(settings, pp=2) == [0, 32 * 2000 * HIDDEN * 2]
     assert held(replace(settings, distill=DistillSettings(teacher=TEACHER, support="sampled"))) == [0]
     assert held(replace(settings, stage="sft")) == [6 * 4096 * HIDDEN * 2]
+    mixed = DistillSettings(teacher=TEACHER, data_fraction=0.2)  # 16 demonstrations of up to 4,096 tokens
+    assert held(replace(settings, distill=mixed)) == [(32 * 2000 + 8 * 4096) * HIDDEN * 2]
     (share,) = compute_model_shares(model, settings, world_size=2)
     whole = plan_host_memory([share], model, settings, world_size=2, uses_sandbox=False)
     assert whole.rank_bytes - replace(whole, teacher_hidden_bytes=0).rank_bytes == 32 * 2000 * HIDDEN * 2

@@ -312,6 +312,13 @@ MUTANTS = (
         "tests/algo/test_rollout_correction.py -k long_sequences",
     ),
     Mutant(
+        "demonstrations have a policy gradient",
+        "megatron_rl/algo/objective.py",
+        "        if rows.is_demonstration:\n",
+        "        if False:\n",
+        "tests/algo/test_distill.py -k by_hand",
+    ),
+    Mutant(
         "the term of the teacher has no coefficient",
         "megatron_rl/algo/objective.py",
         "distill.coef * distill.divergence(rows)",
@@ -335,8 +342,8 @@ MUTANTS = (
     Mutant(
         "the plan counts the teacher's hidden states of all replicas on each",
         "megatron_rl/memory_plan/host_memory.py",
-        "-(-num_sequences // replicas) * longest",
-        "num_sequences * longest",
+        "-(-num_rollouts // replicas) * episode_tokens",
+        "num_rollouts * episode_tokens",
         "tests/memory_plan/test_teacher.py",
     ),
     Mutant(

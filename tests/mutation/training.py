@@ -130,6 +130,41 @@ MUTANTS = (
         "tests/test_training_loop.py -k a_teacher_reads",
     ),
     Mutant(
+        "a demonstration counts as a token in the denominator",
+        "megatron_rl/batching/minibatches.py",
+        "replace(item, is_demonstration=True) for item in items",
+        "replace(item, is_demonstration=True, denominator=1) for item in items",
+        "tests/test_training_loop.py -k demonstrations_join",
+    ),
+    Mutant(
+        "demonstrations and rollouts share micro-batches",
+        "megatron_rl/batching/minibatches.py",
+        "is_full or _kind(load.item) != _kind(micro[-1][-1])",
+        "is_full or load.item.teacher != micro[-1][-1].teacher",
+        "tests/test_training_loop.py -k demonstrations_join",
+    ),
+    Mutant(
+        "ranks ask each other for images of demonstrations",
+        "megatron_rl/training_batch.py",
+        "for item in part if not item.is_demonstration]",
+        "for item in part]",
+        "tests/test_training_loop.py -k demonstrations_join",
+    ),
+    Mutant(
+        "steps begin with the same demonstrations",
+        "megatron_rl/sft.py",
+        "for number in range(step * num, (step + 1) * num)]",
+        "for number in range(num)]",
+        "tests/test_sft.py -k step",
+    ),
+    Mutant(
+        "demonstrations are part of the mean over sampled tokens",
+        "megatron_rl/policy/network.py",
+        "0.0 if batch.is_demonstration else float(rows_R.numel())",
+        "float(rows_R.numel())",
+        "tests/e2e/test_distill_run.py -k among",
+    ),
+    Mutant(
         "a teacher rewards the data sources that it does not teach",
         "megatron_rl/training_batch.py",
         'if column != "teacher_logprobs" or batch.teacher >= 0',
@@ -146,8 +181,8 @@ MUTANTS = (
     Mutant(
         "a micro-batch has the sequences of several teachers",
         "megatron_rl/batching/minibatches.py",
-        "is_full or load.item.teacher != micro[-1][-1].teacher",
-        "is_full",
+        "return item.teacher, item.is_demonstration",
+        "return 0, item.is_demonstration",
         "tests/test_training_loop.py -k own_teacher",
     ),
     Mutant(

@@ -22,7 +22,7 @@ from tests.policy.test_divergence import FORMULAS, TERMS
 from tests.support.hf_reference import TEMPERATURE, compute_logits, relative_error, to_released_form
 from tests.support.indivisible_vocabulary import add_tokens
 from tests.support.packed_example import make_example_items
-from tests.support.teacher_layouts import CASES, CLIP, TEACHERS, privileged_item
+from tests.support.teacher_layouts import ADVANTAGE, CASES, CLIP, COEF, NUM_ROLLOUTS, TEACHERS, privileged_item
 
 pytestmark = pytest.mark.timeout(900)
 ONE, FOUR = ["1,1,1,0,none,odd"], ["2,2,2,1,full,odd", "2,1,1,0,none,odd"]
@@ -81,6 +81,7 @@ class Truth:
             targets = [token for token, sampled in zip(item.sequence.token_ids, item.sequence.loss_mask, strict=True) if sampled]
             self.logprobs_of[teacher, *targets] = logprob.tolist() if teacher >= 0 else [0.0] * len(targets)
         self.differentiate_self_distillation(models[0], items)
+        self.differentiate_both_kinds(models, items)
         self.gradients["mixed"] = self.differentiate(models[0], loss / sum(item.denominator for item in items))
 
     def differentiate_self_distillation(self, model: torch.nn.Module, items: list[PackItem]) -> None:
@@ -91,6 +92,26 @@ class Truth:
             value, _ = self.compare([model, model], item, "forward_kl", top_k=0, read=read)
             loss = loss + (item.weight * value).sum()
         self.gradients["self"] = self.differentiate(model, loss / sum(item.denominator for item in items))
+
+    def differentiate_both_kinds(self, models: list, items: list[PackItem]) -> None:
+        """Compute -A log p + coef * KL(teacher || student) on rollouts, and the second term alone on
+        demonstrations. All tokens together are the denominator.
+        """
+        loss = torch.tensor(0.0, dtype=torch.float64)
+        for place, item in enumerate(items):
+            value, _ = self.compare(models[:2], item, "forward_kl", top_k=0)
+            loss = loss + COEF * (item.weight * value).sum()
+            if place < NUM_ROLLOUTS:
+                loss = loss - ADVANTAGE * (item.weight * self.policy_logprobs(models[0], item)).sum()
+        self.gradients["data"] = self.differentiate(models[0], loss / sum(item.denominator for item in items))
+
+    def policy_logprobs(self, model: torch.nn.Module, item: PackItem) -> torch.Tensor:
+        """Return the student's logprob of each sampled token, over all ids that may be sampled."""
+        logits_TV = compute_logits(model, self.renderer, item.sequence) / TEMPERATURE
+        is_banned_V = torch.zeros(logits_TV.shape[1], dtype=torch.bool).index_fill(0, torch.tensor(self.renderer.banned_ids), True)
+        logp_TV = logits_TV.masked_fill(is_banned_V, -torch.inf).log_softmax(-1)
+        rows = [t for t, mask in enumerate(item.sequence.loss_mask) if mask]
+        return torch.stack([logp_TV[t - 1, item.sequence.token_ids[t]] for t in rows])
 
     def differentiate(self, model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
         model.zero_grad()
@@ -146,7 +167,7 @@ def test_logprobs_and_divergences_are_those_of_hf(layout: str, results: dict, tr
 def test_every_gradient_is_that_of_hf(layout: str, cut: str, results: dict, truth: Truth) -> None:
     """Gradients of the student's tensors have a relative error of at most 1e-5, in one micro-batch
     with shared prompts and in one per sequence."""
-    for name in (*CASES, "mixed", "top", "self"):
+    for name in (*CASES, "mixed", "top", "self", "data"):
         gradients, expected = results[layout][f"{name}_gradients_{cut}"], truth.gradients["forward_kl" if name == "top" else name]
         assert gradients.keys() == expected.keys()
         worst = max((relative_error(gradient, expected[key]), key) for key, gradient in gradients.items())
@@ -168,6 +189,12 @@ def test_each_sequence_has_its_own_teacher(layout: str, results: dict, truth: Tr
                 start = next(place for place in range(len(targets)) if targets[place : place + len(values)] == list(key[1:]))
                 assert found[start : start + len(values)] == pytest.approx(values, abs=1e-5)
         assert {teacher for teacher, *_ in batches} <= set(TEACHERS)
+
+
+def test_demonstrations_have_their_own_micro_batches(results: dict) -> None:
+    """Even if one micro-batch could hold all sequences, rollouts and demonstrations are apart."""
+    for layout in ONE:
+        assert results[layout]["data_one"] == [False, True]
 
 
 @pytest.mark.long

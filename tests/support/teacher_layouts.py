@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from megatron_rl.algo.distill import DistillTerm, read_divergence
 from megatron_rl.algo.divergences import DIVERGENCES, make_divergence
-from megatron_rl.algo.objective import make_sft_objective
+from megatron_rl.algo.objective import make_policy_objective, make_sft_objective
 from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.batching.packing import pack
 from megatron_rl.batching.privileged import PrivilegedPrompt
-from megatron_rl.config import DistillSettings
+from megatron_rl.config import AlgoSettings, DistillSettings
 from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.divergence import TeacherTerm
@@ -36,6 +36,10 @@ CASES = {"reverse_kl": 0, "forward_kl": 12, "jsd": 0, "clipped": 0}
 """Number of top tokens of each tested divergence; 0 for the whole vocabulary. `clipped` is the
 reverse KL divergence with terms of at most CLIP."""
 CLIP = 2.0
+NUM_ROLLOUTS, ADVANTAGE, COEF = 4, 0.7, 0.5
+"""Number of sequences that are rollouts if the others are demonstrations, the advantage of their
+tokens, and the coefficient of the divergence.
+"""
 BETA = 0.3
 TEACHERS = (0, 1, 1, 0, 1, -1, 1)
 """Teacher of each sequence of the example if two teachers are used. Two sequences of the second
@@ -71,6 +75,7 @@ def run_layout(student: Path, teacher: Path, second: Path, out: Path, text: str)
             policy.logprobs(batches, weights="teacher")
             result[f"{name}_gradients_{cut}"] = compute_gradients(policy, batches, distill)
     result |= use_top_tokens(policy, layout, teacher, contexts)
+    result |= use_demonstrations(policy, layout, teacher, contexts)
     result |= use_privileged_prompts(policy, layout, contexts, renderer)
     if layout.ep == 1:  # ranks that divide experts need equally many passes, so they have one teacher
         result |= use_two_teachers(policy, layout, (teacher, second), contexts)
@@ -102,6 +107,23 @@ def use_top_tokens(policy: Policy, layout: Layout, path: Path, contexts: list[Pa
                 batch.teacher_hidden_RH, batch.teacher_top_RK = None, (ids_RK, logq_RK)
         policy.teachers = [server]
         result[f"top_gradients_{cut}"] = compute_gradients(policy, batches, loss)
+    return result
+
+
+def use_demonstrations(policy: Policy, layout: Layout, path: Path, contexts: list[PackItem]) -> dict[str, object]:
+    """Return gradients of GRPO on the first sequences, with the others as demonstrations."""
+    terms, result = make_divergence(DistillSettings(teacher="t", divergence="forward_kl")), {}
+    model = load_teacher_model(str(path), layout, dtype="float32")
+    policy.teachers = [Teacher(model, layout, policy=policy.distribution, term=TeacherTerm(divergence=terms))]
+    loss = make_policy_objective(AlgoSettings(), distill=DistillTerm(coef=COEF, divergence=read_divergence))
+    items = [replace(item, is_demonstration=place >= NUM_ROLLOUTS) for place, item in enumerate(contexts)]
+    for cut, max_tokens in (("one", 10_000), ("each", 1)):
+        batches = policy.pack(items, max_tokens=max_tokens)
+        for batch in batches:
+            batch.advantage_T = ADVANTAGE * batch.mask_T
+        policy.logprobs(batches, weights="teacher")
+        result[f"data_gradients_{cut}"] = compute_gradients(policy, batches, loss)
+        result[f"data_{cut}"] = [batch.is_demonstration for batch in batches]
     return result
 
 
