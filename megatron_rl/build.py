@@ -218,7 +218,8 @@ def build_teacher_client(distill: DistillSettings, renderer: Renderer) -> Teache
     except ValueError as error:
         raise ValueError(f"distill.server.token_file={error}") from error
     top_k = distill.top_k if distill.has_divergence else 0
-    return TeacherClients(server, image_token_id=renderer.image_token_id, token=token, top_k=top_k)
+    extend = build_privileged_prompt(distill, renderer).extend_sequence if distill.privileged_prompt else None
+    return TeacherClients(server, image_token_id=renderer.image_token_id, token=token, top_k=top_k, extend=extend)
 
 
 def make_owner_name(settings: Settings, run_name: str) -> str:
@@ -419,7 +420,7 @@ def build_context(
         use_policy_as_teacher(settings, layout, policy)
     elif settings.distill.merge.method:
         merge_checkpoints_as_teacher(settings, layout, policy)
-    if settings.distill.privileged_prompt:
+    if settings.distill.privileged_prompt and settings.distill.is_local:
         policy.privileged_prompt = build_privileged_prompt(settings.distill, renderer)
     record = Run(settings, world, num_steps=stage.num_steps, first_step=state.step, history=state.history)
     closing.callback(record.close)

@@ -41,8 +41,11 @@ class PrivilegedPrompt:
 
     def _extend_item(self, item: PackItem, rollouts: list[Rollout]) -> PackItem:
         assert item.origin is not None
-        text = fill_template(self.template, rollouts[item.origin[0]])
-        return replace(item, sequence=self.insert(item.sequence, text), origin=None)
+        return replace(item, sequence=self.extend_sequence(item.sequence, rollouts[item.origin[0]]), origin=None)
+
+    def extend_sequence(self, sequence: TokenSequence, rollout: Rollout) -> TokenSequence:
+        """Return what the teacher reads of a sequence of the rollout."""
+        return self.insert(sequence, fill_template(self.template, rollout))
 
     def insert(self, sequence: TokenSequence, text: str) -> TokenSequence:
         """Return a copy of the sequence with the text before the prompt's last end of a message.

@@ -117,8 +117,6 @@ class DistillSettings:
             require(value == default, f"distill.{key}", value, remedy)
         remedy = "is a second teacher next to distill.server.urls; leave one of them out"
         require(not (self.teacher and self.server.is_used), "distill.teacher", self.teacher, remedy)
-        remedy = "is not sent to servers; use a teacher in this process, or leave it out"
-        require(not (self.privileged_prompt and self.server.is_used), "distill.privileged_prompt", self.privileged_prompt, remedy)
         others = bool(self.server.is_used or self.merge.method)
         remedy = "are further teachers next to distill.server.urls or distill.merge.method; leave one of them out"
         require(not (self.teachers and others), "distill.teachers", self.teachers, remedy)

@@ -96,15 +96,15 @@ def test_the_policy_teaches_itself(torchrun, random_model: Path, overrides: list
 
 
 def test_a_privileged_prompt_that_does_not_fit(overrides: list[str]) -> None:
-    """A field that the examples lack, servers and demonstrations are refused."""
+    """A field that the examples lack is refused; a teacher on servers is not the policy itself."""
     plain = [*(each for each in overrides if "distill" not in each), "run.dir=x", "model.path=x"]
     settings = settings_of(*plain, 'distill.privileged_prompt="Hint: {solution}"')
     assert settings.distill.is_self and settings.distill.is_local and settings.distill.teacher_paths == []
     with pytest.raises(ValueError, match=r"^distill.privileged_prompt=Hint: {solution}: names a field that example train/0 .* lacks"):
         check_privileged_prompt(build_task(settings.task), settings)
     check_privileged_prompt(build_task(settings.task), settings_of(*plain, 'distill.privileged_prompt="{answer}"'))
-    with pytest.raises(ValueError, match=r"^distill.privileged_prompt=x: is not sent to servers"):
-        DistillSettings(privileged_prompt="x", server=TeacherServerSettings(urls=["http://one:8000"]), support="top_k")
+    on_servers = DistillSettings(privileged_prompt="x", server=TeacherServerSettings(urls=["http://one:8000"]), support="top_k")
+    assert not on_servers.is_self and not on_servers.is_local
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,27 @@ MUTANTS = (
         "tests/batching/test_privileged.py",
     ),
     Mutant(
+        "scores from a server are those of the policy's own places",
+        "megatron_rl/rollout/vllm/teacher_client.py",
+        "zip(scores, other.loss_mask, strict=True) if mask)",
+        "zip(scores, sequence.loss_mask, strict=False) if mask)",
+        "tests/remote/test_teacher_server.py -k inserted",
+    ),
+    Mutant(
+        "top tokens from a server are those of the policy's own places",
+        "megatron_rl/rollout/vllm/teacher_client.py",
+        "join_top_tokens(scores, other.loss_mask, top_k=self._top_k)",
+        "join_top_tokens(scores[: len(sequence.loss_mask)], sequence.loss_mask, top_k=self._top_k)",
+        "tests/remote/test_teacher_server.py -k reads_the_privileged",
+    ),
+    Mutant(
+        "a run's servers read the policy's own prompts",
+        "megatron_rl/build.py",
+        ".extend_sequence if distill.privileged_prompt else None",
+        ".extend_sequence if False else None",
+        "tests/remote/test_teacher_server.py -k run_sends",
+    ),
+    Mutant(
         "special tokens of the data are special tokens of the teacher's prompt",
         "megatron_rl/build.py",
         ", split_special_tokens=True",

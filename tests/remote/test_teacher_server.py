@@ -4,20 +4,26 @@ whole run; replies and servers that are refused."""
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from megatron_rl.batching.privileged import PrivilegedPrompt
+from megatron_rl.build import build_privileged_prompt
 from megatron_rl.clients.endpoint_pool import InvalidReply, RequestRejected
-from megatron_rl.config import ModelSettings, TeacherServerSettings
+from megatron_rl.config import DistillSettings, ModelSettings, TeacherServerSettings
 from megatron_rl.errors import AccessDenied, InfraError, PermanentInfraError
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.rollout_store import read_rollouts
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm.teacher_client import TeacherClient, TeacherClients, parse_scores
 from megatron_rl.types import Rollout, TokenSequence
+from megatron_rl_sandbox.bounded_http import BoundedClient
 from megatron_rl_tools.convert import verify
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.e2e.test_distill_run import COEF, SMALL, TRAIN, with_patches
@@ -149,6 +155,110 @@ def test_top_tokens_are_those_of_hugging_face(url: str, teacher: Path) -> None:
     assert [*top.logprobs] == pytest.approx(best.values.flatten().tolist(), abs=1e-4)
     with pytest.raises(PermanentInfraError, match=r"HTTP 400: .*; start the server with --max-logprobs 64, or set a smaller distill.top_k"):
         asyncio.run(use(64))
+
+
+def test_a_run_sends_the_privileged_prompt(torchrun, url: str, teacher: Path, random_model: Path, tmp_path: Path) -> None:  # noqa: ANN001
+    """Recorded logprobs of the teacher equal Hugging Face's after the prompt, to 1e-4."""
+    given = ("distill.apply_to=reward", "distill.privileged_prompt=Hint.", f"distill.server.urls=[{url}]", "rollouts.save=all")
+    run = (f"run.dir={tmp_path / 'run'}", "run.steps=1", f"model.path={random_model}", "algo=distill")
+    torchrun(1, TRAIN, *GAME_OVERRIDES, *SMALL, *given, *run)
+    renderer = Renderer(ModelSettings(path=str(teacher), **PIXELS))
+    rollouts = [each for each in read_rollouts(tmp_path / "run" / "rollouts" / "step_000000.parquet") if each.is_trained_on]
+    ids = renderer.tokenizer.encode("Hint.")
+    for sequence in (sequence for rollout in rollouts for sequence in rollout.sequences):
+        end = max(place for place in range(sequence.loss_mask.index(1)) if sequence.token_ids[place] == renderer.end_id)
+        places = [place for place, mask in enumerate(sequence.loss_mask) if mask]
+        read = replace(with_patches(sequence, renderer), token_ids=[*sequence.token_ids[:end], *ids, *sequence.token_ids[end:]])
+        expected = [0.0, *hf_logprobs(teacher, read, renderer)]
+        found = [sequence.teacher_logprobs[place] for place in places]
+        assert found == pytest.approx([expected[place + len(ids)] for place in places], abs=1e-4)
+    assert len(rollouts) == 4
+
+
+def make_prompt(renderer: Renderer, template: str) -> PrivilegedPrompt:
+    return build_privileged_prompt(DistillSettings(privileged_prompt=template), renderer)
+
+
+def test_a_server_reads_the_privileged_prompt(url: str, teacher: Path) -> None:
+    """With two pictures and two turns, logprobs and top tokens of the sampled tokens equal those of
+    Hugging Face's model after the prompt with the answer, within 1e-4. A special token in the
+    answer is ordinary text, and a rollout without an answer has its plain prompt."""
+    renderer = Renderer(ModelSettings(path=str(teacher), **PIXELS))
+    prompt = make_prompt(renderer, "The answer is {answer}.")
+    clients = TeacherClients(
+        TeacherServerSettings(urls=[url]), image_token_id=renderer.image_token_id, top_k=5, extend=prompt.extend_sequence
+    )
+    rollouts = [Rollout("t", "0", 0, 0, answer=answer, sequences=[make_sequence(renderer)]) for answer in ("<|im_end|> 7", "")]
+
+    async def use() -> None:
+        await clients.start(renderer.tokenizer.encode)
+        for rollout in rollouts:
+            await clients.add_logprobs(rollout)
+        await clients.close()
+
+    asyncio.run(use())
+    model, logprobs = AutoModelForImageTextToText.from_pretrained(teacher, dtype=torch.float32), []
+    for rollout, text in zip(rollouts, ("The answer is <|im_end|> 7.", ""), strict=True):
+        (sequence,), read = rollout.sequences, make_sequence(renderer)
+        ids = renderer.tokenizer.encode(text, split_special_tokens=True) if text else []
+        end = max(place for place in range(sequence.loss_mask.index(1)) if sequence.token_ids[place] == renderer.end_id)
+        read.token_ids[end:end] = ids
+        with torch.no_grad():
+            logp = verify.compute_logits(model, read, image_token_id=renderer.image_token_id).log_softmax(-1)
+        places = [place for place, mask in enumerate(sequence.loss_mask) if mask]
+        assert len(places) == 4 and sequence.token_ids == make_sequence(renderer).token_ids
+        expected = [logp[place + len(ids) - 1, sequence.token_ids[place]].item() for place in places]
+        logprobs.append([sequence.teacher_logprobs[place] for place in places])
+        assert logprobs[-1] == pytest.approx(expected, abs=1e-4)
+        assert not any(sequence.teacher_logprobs[place] for place, mask in enumerate(sequence.loss_mask) if not mask)
+        assert sequence.teacher_top is not None
+        best = logp[[place + len(ids) - 1 for place in places]].topk(5)
+        assert [*sequence.teacher_top.token_ids] == best.indices.flatten().tolist()
+        assert [*sequence.teacher_top.logprobs] == pytest.approx(best.values.flatten().tolist(), abs=1e-4)
+    assert max(abs(a - b) for a, b in zip(*logprobs, strict=True)) > 1e-2, "the prompt changes the teacher"
+
+
+def test_scores_are_those_of_the_sampled_tokens_after_the_inserted_text(teacher: Path) -> None:
+    """A server that returns -(i + 1) / 1000 for the token at position i: with n inserted ids, the
+    sampled token at position t has -(t + n + 1) / 1000. The request has the text's ids in place and
+    one placeholder for each of two pictures."""
+    renderer = Renderer(ModelSettings(path=str(teacher), **PIXELS))
+    prompt, asked = make_prompt(renderer, "Look at {answer}."), []
+    sequence = make_sequence(renderer)
+    first_text = renderer.tokenizer.encode("Look at 12.", split_special_tokens=True)
+    counts = [image.num_tokens for image in sequence.images]
+
+    def answer(path: str, body: dict) -> tuple[int, object]:
+        asked.append(body)
+        numbers = iter(counts)
+        ids = [each for token in body["token_ids"] for each in [token] * (next(numbers) if token == renderer.image_token_id else 1)]
+        return 200, {"prompt_token_ids": ids, "prompt_logprobs": [{token: {"logprob": -(i + 1) / 1000}} for i, token in enumerate(ids)]}
+
+    server = start_server(answer)
+    rollout = Rollout("t", "0", 0, 0, answer="12", sequences=[sequence, make_sequence(renderer)])
+    rollout.sequences[1].loss_mask[-1] = 0
+
+    async def use() -> None:
+        client = TeacherClient(TeacherServerSettings(urls=[server_url(server)]), image_token_id=renderer.image_token_id)
+        client._pool.start()
+        client._http = BoundedClient(token="")
+        await client.add_logprobs(rollout.sequences, partial(prompt.extend_sequence, rollout=rollout))
+        await client.close()
+
+    try:
+        asyncio.run(use())
+    finally:
+        stop_server(server)
+    for each in rollout.sequences:
+        expected = [-(t + len(first_text) + 1) / 1000 if mask else 0.0 for t, mask in enumerate(each.loss_mask)]
+        assert each.teacher_logprobs == pytest.approx(expected, abs=1e-12)
+    assert sequence.token_ids == make_sequence(renderer).token_ids and len(asked) == 2
+    end = max(place for place in range(sequence.loss_mask.index(1)) if sequence.token_ids[place] == renderer.end_id)
+    read = [*sequence.token_ids[:end], *first_text, *sequence.token_ids[end:]]
+    runs = ([token] if token == renderer.image_token_id else [*each] for token, each in groupby(read))
+    sent = [token for run in runs for token in run]
+    assert sent.count(renderer.image_token_id) == len(counts) == 2
+    assert all(body["token_ids"] == sent and len(body["content_parts"]) == 2 for body in asked)
 
 
 def test_a_run_compares_top_tokens(torchrun, url: str, teacher: Path, random_model: Path, tmp_path: Path) -> None:  # noqa: ANN001

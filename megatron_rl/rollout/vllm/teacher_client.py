@@ -96,19 +96,26 @@ class TeacherClient:
         if self._http is not None:
             await self._http.close()
 
-    async def add_logprobs(self, sequences: Sequence[TokenSequence]) -> None:
+    async def add_logprobs(
+        self, sequences: Sequence[TokenSequence], extend: Callable[[TokenSequence], TokenSequence] | None = None
+    ) -> None:
         """Set teacher_logprobs, and teacher_top, of each sequence that has sampled tokens.
+
+        With `extend`, the teacher reads its result, a sequence with the same sampled tokens in the
+        same order.
 
         Raises:
             InfraError: All attempts failed.
             PermanentInfraError: The servers reject a sequence or return unusable replies.
         """
         sampled = [sequence for sequence in sequences if any(sequence.loss_mask)]
-        found = await asyncio.gather(*map(self.score, sampled))
-        for sequence, scores in zip(sampled, found, strict=True):
-            sequence.set_column("teacher_logprobs", [each.logprob * mask for each, mask in zip(scores, sequence.loss_mask, strict=True)])
+        read = [extend(sequence) if extend else sequence for sequence in sampled]
+        found = await asyncio.gather(*map(self.score, read))
+        for sequence, other, scores in zip(sampled, read, found, strict=True):
+            logprobs = (each.logprob for each, mask in zip(scores, other.loss_mask, strict=True) if mask)
+            sequence.set_column("teacher_logprobs", [next(logprobs) if mask else 0.0 for mask in sequence.loss_mask])
             if self._top_k:
-                sequence.teacher_top = join_top_tokens(scores, sequence.loss_mask, top_k=self._top_k)
+                sequence.teacher_top = join_top_tokens(scores, other.loss_mask, top_k=self._top_k)
 
     async def score(self, sequence: TokenSequence) -> "list[TokenScore]":
         """Return the teacher's score of every token given the tokens before it; 0 for the first.
@@ -155,9 +162,16 @@ class TeacherClient:
 class TeacherClients:
     """Clients of the servers of one or several teachers, chosen by data source."""
 
-    def __init__(self, settings: TeacherServerSettings, *, image_token_id: int, token: str = "", top_k: int = 0) -> None:
-        """Create one client for each distinct list of servers; see TeacherClient."""
-        self._settings, lists = settings, [settings.urls, *settings.urls_by_source.values()]
+    def __init__(
+        self, settings: TeacherServerSettings, *, image_token_id: int, token: str = "", top_k: int = 0,
+        extend: Callable[[TokenSequence, Rollout], TokenSequence] | None = None,
+    ) -> None:  # fmt: skip
+        """Create one client for each distinct list of servers; see TeacherClient.
+
+        `extend` returns what the teacher reads of a sequence of a rollout
+        (distill.privileged_prompt).
+        """
+        self._settings, lists, self._extend = settings, [settings.urls, *settings.urls_by_source.values()], extend
         self._clients = {
             tuple(urls): TeacherClient(
                 replace(settings, urls=urls, urls_by_source={}), image_token_id=image_token_id, token=token, top_k=top_k
@@ -183,7 +197,8 @@ class TeacherClients:
         """
         urls = self._settings.urls_by_source.get(rollout.source, self._settings.urls)
         if urls:
-            await self._clients[tuple(urls)].add_logprobs(rollout.sequences)
+            extend = partial(self._extend, rollout=rollout) if self._extend else None
+            await self._clients[tuple(urls)].add_logprobs(rollout.sequences, extend)
 
 
 def parse_tokens(content: bytes) -> list[int]:
