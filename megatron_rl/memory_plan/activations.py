@@ -154,9 +154,13 @@ def _linear_layer_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsiz
     gathered = 2 * model.hidden_size * itemsize if parallel.sequence_parallel else 0
     delta, full = (each(model, parallel, itemsize=itemsize) for each in (padded_delta_net_bytes, delta_net_bytes))
     layer = decoder_layer_bytes(model, parallel, itemsize=itemsize, lora=lora, is_linear=True) + delta.inside - full.inside
-    working = max(_mlp_bytes(model, parallel, itemsize=itemsize)[1], delta.working) + 2 * hidden + gathered
-    is_selective = parallel.recompute == "selective"
-    return layer - delta.inside * is_selective, working, delta.inside if is_selective else layer
+    working_of_mlp = _mlp_bytes(model, parallel, itemsize=itemsize)[1]
+    working, around = max(working_of_mlp, delta.working), 2 * hidden + gathered
+    if parallel.recompute != "selective":
+        return layer, working + around, layer
+    # The gradients in the MLP are released before the delta net is computed again.
+    again = max(working_of_mlp, delta.working + delta.inside) - working
+    return layer - delta.inside, working + around, again
 
 
 def _attention_layer_bytes(
@@ -195,6 +199,7 @@ def _mlp_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int) -
     if model.experts is None:
         return dense
     sparse = (_expert_saved_bytes(model, parallel, itemsize=itemsize), _expert_working_bytes(model, parallel, itemsize=itemsize))
+    sparse = tuple(map(sum, zip(sparse, _shared_expert_bytes(model, parallel, itemsize=itemsize), strict=True)))
     found = [sparse if is_sparse else dense for is_sparse in set(model.experts.sparse_layers)]
     return max(saved for saved, _ in found), max(working for _, working in found)
 
@@ -230,6 +235,22 @@ def _expert_working_bytes(model: ModelSpec, parallel: ParallelSettings, *, items
     if parallel.ep > 1:
         exchanged = parallel.ep * (exchanged + hidden * itemsize)
     return experts.top_k * ((2 * hidden + 4 * columns) * itemsize + 2 * columns * torch.float32.itemsize) + exchanged
+
+
+def _shared_expert_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int) -> tuple[float, float]:
+    """Return what a shared expert adds to the numbers of `_mlp_bytes`; zeros without one.
+
+    It saves the tensors of a dense MLP, its output before the gate (H values), the gate, and its
+    input, unless that is the fp32 tensor that the router saves. In the backward pass, the gradient
+    of its output exists as long as its own gradients.
+    """
+    assert model.experts is not None
+    columns = model.experts.shared_ffn_size / parallel.tp
+    if not columns:
+        return 0.0, 0.0
+    hidden = model.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
+    num_vectors = 1 if itemsize == torch.float32.itemsize else 2
+    return (3 * columns + num_vectors * hidden + 2) * itemsize, hidden * itemsize
 
 
 def expert_gradient_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int) -> int:

@@ -20,6 +20,7 @@ from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerCo
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer, bind_routed_experts_capturer
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from megatron_rl.rollout.vllm.engine_core import RECORDING_SCHEDULER
@@ -57,8 +58,11 @@ class RoutedExpertsRecorder:
         bind_routed_experts_capturer(model, self._capturer)
         self._layers = sorted(module.layer_id for module in model.modules() if isinstance(module, MoERunner))
         """Numbers of the sparse layers."""
-        self._table = runner.input_batch.block_table[0]
-        shape = (kv_cache_config.num_blocks * self._table.block_size, len(self._layers), self._capturer.shape_per_token[1])
+        # A model with gated delta nets has further groups, the blocks of which have no slots of tokens.
+        groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        number, spec = next(each for each in enumerate(groups) if isinstance(each[1], AttentionSpec))
+        self._table = runner.input_batch.block_table[number]
+        shape = (kv_cache_config.num_blocks * spec.block_size, len(self._layers), self._capturer.shape_per_token[1])
         self._experts_by_slot = np.zeros(shape, self._capturer.output_dtype_name)
         self._num_returned: dict[str, int] = {}
         """Number of leading tokens of each request with experts that need not be returned again."""
