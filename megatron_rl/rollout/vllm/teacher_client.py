@@ -197,7 +197,8 @@ class TeacherClients:
         """
         urls = self._settings.urls_by_source.get(rollout.source, self._settings.urls)
         if urls:
-            extend = partial(self._extend, rollout=rollout) if self._extend else None
+            given = self._extend
+            extend = None if given is None else lambda sequence: given(sequence, rollout)
             await self._clients[tuple(urls)].add_logprobs(rollout.sequences, extend)
 
 
