@@ -5,6 +5,8 @@ import shutil
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +22,13 @@ from megatron_rl.models.decoder import qwen3_layer_mappings
 from megatron_rl.models.hf_config import parse_spec, read_spec
 from megatron_rl.models.known_models import make_released_config
 from megatron_rl.models.name_mapping import AttentionHeads, canonical_name
+from megatron_rl.policy.expert_lora import build_expert_adapters
 from megatron_rl.policy.lora import check_adapter_targets
 from megatron_rl.policy.parallel import check_layout
 from megatron_rl.weights.formats.merge_lora import add_to_experts
 from megatron_rl.weights.formats.open_checkpoint import open_source
-from megatron_rl.weights.formats.peft import read_peft_config
+from megatron_rl.weights.formats.peft import init_adapters, read_peft_config
+from megatron_rl.weights.stream import ShardLocation
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
@@ -183,6 +187,27 @@ def test_adapters_on_experts_have_pefts_layout() -> None:
         assert torch.equal(row_a.to_hf(shards[0])[0], a) and torch.equal(row_b.to_hf(shards[1])[0], b)
         assert (row_a.shard_dim, row_b.shard_dim) == ((None, 3) if name == "linear_fc1" else (2, None))
         assert (row_a.expert_dim, row_b.expert_dim) == (0, 0)
+
+
+def test_new_adapters_on_experts_start_as_pefts_do() -> None:
+    """A is uniform in +-1 / sqrt(inputs), and B is zero; the experts differ."""
+    spec = parse_spec(stored_config(num_hidden_layers=1), folder="m", key="model.path")
+    assert spec.experts is not None
+    size, hidden = spec.experts.ffn_size, spec.hidden_size
+    weights = {"linear_fc1": nn.Parameter(torch.empty(4, hidden, 2, size)), "linear_fc2": nn.Parameter(torch.empty(4, size, hidden))}
+    experts = nn.ModuleDict({"adapters": build_expert_adapters(LoraSettings(rank=8), weights, tp=1)})
+    layers = nn.ModuleList([nn.ModuleDict({"mlp": nn.ModuleDict({"experts": experts})})])
+    chunks = nn.ModuleList([nn.ModuleDict({"language": nn.ModuleDict({"decoder": nn.ModuleDict({"layers": layers})})})])
+    one: Any = SimpleNamespace(size=lambda: 1)
+    rows = adapter_table(spec, targets=["mlp"], vision_names=[])
+    init_adapters(chunks, rows, ShardLocation(0, one, 0, one, chunks=1, layers_per_chunk=1), seed=0)
+    for name, inputs in (("linear_fc1", hidden), ("linear_fc2", size)):
+        adapter = experts.get_submodule(f"adapters.{name}")
+        a, b = adapter.get_parameter("lora_a"), adapter.get_parameter("lora_b")
+        assert not b.any()
+        assert 0.99 * inputs**-0.5 < a.abs().max() <= inputs**-0.5
+        assert a.std().item() == pytest.approx((3 * inputs) ** -0.5, rel=0.02)
+        assert not torch.equal(a[0], a[1])
 
 
 def test_other_parameters_of_experts_are_refused(tmp_path: Path) -> None:

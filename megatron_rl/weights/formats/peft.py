@@ -58,7 +58,7 @@ def init_adapters(chunks: nn.ModuleList, rows: list[ParamMapping], placement: Sh
 
     def value(row: ParamMapping, shape: Sequence[int]) -> Tensors:
         (whole,) = row.split(torch.zeros(shape)) if row.split else (torch.zeros(shape),)
-        if ".lora_a." in row.mcore_name:
+        if ".lora_a" in row.mcore_name:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {row.hf_names[0]}".encode()))
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
         return (whole,)
