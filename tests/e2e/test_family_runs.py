@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
 from megatron_rl.observe.metrics import read_metrics
@@ -44,3 +45,23 @@ def test_a_run_of_two_steps(family: str, ranks: int, kind: str, torchrun: Callab
     old = before[0].state_dict()
     still = [name for name, tensor in after.state_dict().items() if (tensor - old[name]).abs().max() < 1e-3]
     assert still == [], "every part is trained"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5"])
+def test_a_run_with_adapters(family: str, torchrun: Callable[..., str], tmp_path: Path) -> None:
+    """The engine receives the merged weights: its logprobs match the trainer's after the first update.
+    PEFT's merge of the exported adapter into the base model is the final model.
+    """
+    make_checkpoint(tmp_path / "model", family=family, init="random", seed=1, vision_depth=3)
+    torchrun(1, SUPPORT / "family_run.py", tmp_path / "model", tmp_path / "run", "lora")
+    first, second, _ = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert all(step["rollout_mismatch/logprob_abs_diff_max"] <= 1e-4 and step["grad_norm"] > 0 for step in (first, second))
+    base, final = (AutoModelForImageTextToText.from_pretrained(tmp_path / each, dtype=torch.float32) for each in ("model", "run/final"))
+    old = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    merged = PeftModel.from_pretrained(base, tmp_path / "run" / "adapter").merge_and_unload().state_dict()
+    assert merged.keys() == old.keys() == final.state_dict().keys()
+    assert max((tensor - merged[name]).abs().max() for name, tensor in final.state_dict().items()) <= 1e-6
+    parts = {"qwen3_vl_moe": ("experts.gate_up_proj", "experts.down_proj"), "qwen3_5": ("in_proj_qkv.weight", "q_proj.weight")}[family]
+    changed = [name for name in old if name.endswith(parts)]
+    assert len(changed) >= 4 and all((merged[name] - old[name]).abs().max() > 1e-3 for name in changed)

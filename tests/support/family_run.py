@@ -1,7 +1,7 @@
-"""Two GRPO steps of a model of any family, tensor or expert parallel over all ranks. Run by
-test_family_runs.py.
+"""Two GRPO steps of a model of any family, tensor or expert parallel over all ranks, or with
+adapters. Run by test_family_runs.py.
 
-    python family_run.py MODEL_FOLDER RUN_FOLDER tp|ep
+    python family_run.py MODEL_FOLDER RUN_FOLDER tp|ep|lora
 """
 
 import os
@@ -11,6 +11,7 @@ from megatron_rl.config import (
     AlgoSettings,
     BatchSettings,
     EngineSettings,
+    LoraSettings,
     ModelSettings,
     OptimSettings,
     ParallelSettings,
@@ -29,6 +30,7 @@ if __name__ == "__main__":
     run(
         Settings(
             model=ModelSettings(path=model, min_pixels=12000, max_pixels=17000),
+            lora=LoraSettings(rank=8 if kind == "lora" else 0, targets=["attention", "mlp"]),
             parallel=ParallelSettings(ep=size) if kind == "ep" else ParallelSettings(tp=size, sequence_parallel=sequence),
             engine=EngineSettings(kv_cache_mib=32, max_model_len=512),
             algo=AlgoSettings(entropy_coef=0.1),
