@@ -103,6 +103,8 @@ def run_layout(models: Path, adapter: Path, out: Path, text: str) -> None:
     experts, adapters = read_spec(model).experts, LORA
     if experts is not None:  # their adapters have no dropout, and a rank of 8
         adapters = replace(LORA, targets=["attention", "vision", "projector"]) if experts.shared_ffn_size else replace(LORA, rank=8)
+    # Experts with few tokens have gradients near zero, of which AdamW would multiply the rounding errors.
+    optim = OptimSettings(lr=1e-2, eps=1e-6) if experts else OptimSettings(lr=1e-2)
     made: list[Policy] = []
 
     def make(lora: LoraSettings | None, parallel: ParallelSettings = parallel, seed: int = 5) -> Policy:
@@ -110,7 +112,7 @@ def run_layout(models: Path, adapter: Path, out: Path, text: str) -> None:
         made.append(Policy(
             ModelSettings(path=str(model)), layout,
             training=TrainingSettings(
-                parallel=parallel, optim=OptimSettings(lr=1e-2), num_steps=3, lora=lora or LoraSettings(), seed=seed
+                parallel=parallel, optim=optim, num_steps=3, lora=lora or LoraSettings(), seed=seed
             ),
             special_tokens=renderer.special_tokens, temperature=0.7, keep_reference=True,
         ))  # fmt: skip
