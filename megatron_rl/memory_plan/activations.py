@@ -19,7 +19,7 @@ import torch
 
 from megatron_rl.batching.minibatches import MAX_KV_RATIO
 from megatron_rl.config import LoraSettings, ParallelSettings
-from megatron_rl.memory_plan.delta_net_memory import delta_net_bytes, gate_bytes, padded_delta_net_bytes, zero_centered_norm_bytes
+from megatron_rl.memory_plan.delta_net_memory import SHORT_SEGMENTS, ChunkShape, delta_net_bytes, gate_bytes, zero_centered_norm_bytes
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.fused import WIDTH_MULTIPLE
@@ -59,6 +59,8 @@ class MicroBatchSize:
     kv_ratio: float = MAX_KV_RATIO
     """Number of attention keys per token. Above 1, keys and values are gathered for segments with
     a common prefix (batching/minibatches.py)."""
+    chunk_shapes: tuple[ChunkShape, ...] = SHORT_SEGMENTS
+    """Shapes of the chunks of gated delta nets, of which the plan takes the one with most bytes."""
 
     @classmethod
     def full_of_images(cls, num_tokens: int) -> "MicroBatchSize":
@@ -86,7 +88,7 @@ def compute_activation_memory(
     """
     num_tokens = size.num_tokens
     hidden = model.hidden_size * itemsize / (parallel.tp if parallel.sequence_parallel else 1)
-    layer_saved, layer_working, layer_again = _decoder_bytes(model, parallel, kv_ratio=size.kv_ratio, itemsize=itemsize, lora=lora)
+    layer_saved, layer_working, layer_again = _decoder_bytes(model, parallel, size=size, itemsize=itemsize, lora=lora)
     layers = model.num_layers // parallel.pp
     recomputed = (parallel.recompute_num_layers or layers) if parallel.recompute == "full" else 0
     rows = size.kv_ratio * torch.int64.itemsize if size.kv_ratio > 1 else 0
@@ -130,36 +132,43 @@ def compute_activation_memory(
 
 
 def _decoder_bytes(
-    model: ModelSpec, parallel: ParallelSettings, *, kv_ratio: float, itemsize: int, lora: LoraSettings
+    model: ModelSpec, parallel: ParallelSettings, *, size: MicroBatchSize, itemsize: int, lora: LoraSettings
 ) -> tuple[float, float, float]:
     """Return three numbers of bytes per token of a decoder layer.
 
     They are what the layer saves without recomputation, the temporary tensors of its backward pass,
     and what recomputation adds to them. If some layers have gated delta nets, the first number is
-    the mean of the stage for which it is largest, and the others are the larger ones.
+    the mean of the stage for which it is largest, and the second the larger one. The third is that
+    of the layer with the larger sum of both.
     """
-    attention = _attention_layer_bytes(model, parallel, kv_ratio=kv_ratio, itemsize=itemsize, lora=lora)
+    attention = _attention_layer_bytes(model, parallel, kv_ratio=size.kv_ratio, itemsize=itemsize, lora=lora)
     if model.delta_net is None:
         return attention
-    linear = _linear_layer_bytes(model, parallel, itemsize=itemsize, lora=lora)
-    size = model.num_layers // parallel.pp
+    linear = _linear_layer_bytes(model, parallel, size=size, itemsize=itemsize, lora=lora)
+    num = model.num_layers // parallel.pp
     saved = [(linear if model.is_linear(layer) else attention)[0] for layer in range(model.num_layers)]
-    mean = max(sum(saved[first : first + size]) / size for first in range(0, model.num_layers, size))
-    return mean, max(linear[1], attention[1]), max(linear[2], attention[2])
+    mean = max(sum(saved[first : first + num]) / num for first in range(0, model.num_layers, num))
+    working = max(linear[1], attention[1])
+    return mean, working, max(sum(linear[1:]), sum(attention[1:])) - working
 
 
-def _linear_layer_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int, lora: LoraSettings) -> tuple[float, float, float]:
+def _linear_layer_bytes(
+    model: ModelSpec, parallel: ParallelSettings, *, size: MicroBatchSize, itemsize: int, lora: LoraSettings
+) -> tuple[float, float, float]:
     """Return the numbers of `_decoder_bytes` for a layer with a gated delta net."""
     hidden = model.hidden_size * itemsize / (parallel.tp if parallel.sequence_parallel else 1)
     gathered = 2 * model.hidden_size * itemsize if parallel.sequence_parallel else 0
-    delta, full = (each(model, parallel, itemsize=itemsize) for each in (padded_delta_net_bytes, delta_net_bytes))
+    shapes = [delta_net_bytes(model, parallel, itemsize=itemsize, shape=shape) for shape in size.chunk_shapes]
+    delta, full = max(shapes, key=lambda each: each.inside + each.working), delta_net_bytes(model, parallel, itemsize=itemsize)
     layer = decoder_layer_bytes(model, parallel, itemsize=itemsize, lora=lora, is_linear=True) + delta.inside - full.inside
-    working_of_mlp = _mlp_bytes(model, parallel, itemsize=itemsize)[1]
-    working, around = max(working_of_mlp, delta.working), 2 * hidden + gathered
+    # The backward pass of the delta net runs after that of the MLP, without what the MLP and its norm
+    # have saved. With selective recomputation, the delta net is computed again between the two.
+    saved_by_mlp, working_of_mlp = _mlp_bytes(model, parallel, itemsize=itemsize)
+    of_delta, around = delta.working - saved_by_mlp - 2 * hidden, 2 * hidden + gathered
+    working = max(working_of_mlp, of_delta)
     if parallel.recompute != "selective":
         return layer, working + around, layer
-    # The gradients in the MLP are released before the delta net is computed again.
-    again = max(working_of_mlp, delta.working + delta.inside) - working
+    again = max(working_of_mlp, of_delta + delta.inside) - working
     return layer - delta.inside, working + around, again
 
 
@@ -231,10 +240,11 @@ def _expert_working_bytes(model: ModelSpec, parallel: ParallelSettings, *, items
     experts, hidden = model.experts, model.hidden_size
     assert experts is not None
     columns = experts.ffn_size / parallel.tp
+    rows = experts.top_k * ((2 * hidden + 4 * columns) * itemsize + 2 * columns * torch.float32.itemsize)
     exchanged = 2 * hidden * torch.float32.itemsize if parallel.tp * parallel.ep > 1 else 0
     if parallel.ep > 1:
         exchanged = parallel.ep * (exchanged + hidden * itemsize)
-    return experts.top_k * ((2 * hidden + 4 * columns) * itemsize + 2 * columns * torch.float32.itemsize) + exchanged
+    return rows + exchanged
 
 
 def _shared_expert_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int) -> tuple[float, float]:

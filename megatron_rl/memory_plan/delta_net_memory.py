@@ -30,38 +30,44 @@ class DeltaNetBytes:
     """Bytes of temporary tensors in the backward pass."""
 
 
-def padded_delta_net_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int) -> DeltaNetBytes:
-    """Return the bytes per token of a gated delta net for short segments.
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ChunkShape:
+    """How segments are cut into chunks (policy/delta_rule.py), as far as memory depends on it."""
 
-    They are the larger bytes of the largest and the smallest chunks, with MAX_PADDING padded tokens
-    per token.
-    """
-    sizes = CHUNK_SIZES[0], CHUNK_SIZES[-1]
-    found = [delta_net_bytes(model, parallel, itemsize=itemsize, chunk=size, padding=MAX_PADDING) for size in sizes]
-    return max(found, key=lambda each: each.inside)
+    size: int = CHUNK_SIZES[0]
+    padding: float = 1.0
+    """Number of padded tokens per token."""
+    wave_fraction: float = 1.0
+    """Fraction of the chunks in the largest wave, all of which are computed together."""
+
+
+SHORT_SEGMENTS = tuple(ChunkShape(size=size, padding=MAX_PADDING) for size in (CHUNK_SIZES[0], CHUNK_SIZES[-1]))
+"""Shapes that need the most memory."""
 
 
 def delta_net_bytes(
-    model: ModelSpec, parallel: ParallelSettings, *, itemsize: int, chunk: int = CHUNK_SIZES[0], padding: float = 1.0
-) -> DeltaNetBytes:
-    """Return the bytes per token of a gated delta net with chunks of `chunk` tokens.
+    model: ModelSpec, parallel: ParallelSettings, *, itemsize: int, shape: ChunkShape = ChunkShape()
+) -> DeltaNetBytes:  # fmt: skip
+    """Return the bytes per token of a gated delta net.
 
-    `padding` is the number of padded tokens per token.
-
-    The convolution saves its input, a copy for each further tap, the input of silu and its result.
-    The rule saves six vectors of D per key head, three of D and four of E per value head, two of C
-    per key head and four of C per value head, and two states per chunk. Everything is in fp32.
+    The convolution saves its input in fp32, a copy for each further tap, and the input of silu.
+    The rule saves queries and keys in fp32 or, if activations are in fp32, the result of the
+    convolution. Of the chunks, it saves six vectors of D per key head, three of D and three of E
+    per value head, two of C per key head, four of C per value head, and a state per chunk.
+    Everything is in fp32. The temporary tensors are values of the rule, and three states for each
+    chunk of a wave.
     """
     delta, tp = model.delta_net, parallel.tp
     assert delta is not None
     key_heads, value_heads = delta.num_key_heads / tp, delta.num_value_heads / tp
     keys, values, convolved = key_heads * delta.key_head_dim, value_heads * delta.value_head_dim, sum(delta.convolved_sizes) / tp
     queries = value_heads * delta.key_head_dim  # queries or keys, for each value head
-    state = queries * delta.value_head_dim / chunk
-    rule = 6 * keys + 3 * queries + 4 * values + (4 * value_heads + 2 * key_heads) * chunk + 2 * state
-    inside = FP32 * ((delta.kernel_size + 2) * convolved + padding * rule)
+    state = queries * delta.value_head_dim / shape.size
+    result = convolved if itemsize == FP32 else 2 * keys
+    rule = 6 * keys + 3 * (queries + values) + (4 * value_heads + 2 * key_heads) * shape.size + state
+    inside = FP32 * ((delta.kernel_size + 1) * convolved + result + shape.padding * rule)
     around = convolved * itemsize + values * (3 * itemsize + 3 * FP32)
-    working = FP32 * (2 * convolved + padding * (3 * queries + 2 * values + 3 * value_heads * chunk + state))
+    working = FP32 * shape.padding * 3 * (queries + values + shape.wave_fraction * state)
     return DeltaNetBytes(inside=inside, around=around, working=working)
 
 

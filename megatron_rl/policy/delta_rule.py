@@ -135,8 +135,9 @@ def gated_delta_rule(
     decay_NKRCC = (total_NKRC[..., :, None] - total_NKRC[..., None, :]).masked_fill(is_later, -torch.inf).exp()
     decay_NKRC1, remaining_NKRC1 = total_NKRC.exp()[..., None], (total_NKRC[..., -1:] - total_NKRC).exp()[..., None]
     system_NKRCC = rate_NKRC1 * (k_NK1CD @ k_NK1CD.mT) * decay_NKRCC
-    known = torch.cat([rate_NKRC1 * v_NKRCE, rate_NKRC1 * decay_NKRC1 * k_NK1CD], -1)
-    solved = torch.linalg.solve_triangular(system_NKRCC, known, upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(
+        system_NKRCC, torch.cat([rate_NKRC1 * v_NKRCE, rate_NKRC1 * decay_NKRC1 * k_NK1CD], -1), upper=False, unitriangular=True
+    )
     written, read = solved.split([v_NKRCE.shape[-1], k_NK1CD.shape[-1]], -1)
     weight_NKRCC = (q_NK1CD @ k_NK1CD.mT) * decay_NKRCC
     parts = (written, read, weight_NKRCC, q_NK1CD * decay_NKRC1, k_NK1CD * remaining_NKRC1, decay_NKRC1[..., -1:, :])
@@ -152,14 +153,13 @@ def _scan(waves: Iterable[tuple[torch.Tensor, ...]], parents: Sequence[torch.Ten
     """
     outputs, state_NKRDE = [], None
     for wave, (written, read, weight, query, key, decay) in enumerate(waves):
-        if state_NKRDE is None:
-            outputs.append(weight @ written)
-            state_NKRDE = key.mT @ written
-            continue
-        state_NKRDE = state_NKRDE[parents[wave - 1]]
-        value = written - read @ state_NKRDE
-        outputs.append(query @ state_NKRDE + weight @ value)
-        state_NKRDE = decay * state_NKRDE + key.mT @ value
+        before_NKRDE = None if state_NKRDE is None else state_NKRDE[parents[wave - 1]]
+        value = written if before_NKRDE is None else written - read @ before_NKRDE
+        outputs.append(weight @ value if before_NKRDE is None else query @ before_NKRDE + weight @ value)
+        if wave < len(parents):  # no chunk continues those of the last wave
+            state_NKRDE = key.mT @ value
+            if before_NKRDE is not None:
+                state_NKRDE = torch.addcmul(state_NKRDE, decay, before_NKRDE)
     return outputs
 
 
