@@ -27,7 +27,7 @@ language-model tensors are sharded.
 """
 TOTALS = {
     "Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976, "Qwen/Qwen2.5-VL-7B-Instruct": 8_292_166_656,
-    "Qwen/Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": 31_070_754_032, "Qwen/Qwen3.5-9B": 9_409_813_744,
 }  # fmt: skip
 """Parameter counts of the released checkpoints, which are 7.51, 16.58 and 62.14 GB in bfloat16."""
 
@@ -88,6 +88,7 @@ def test_the_recipes_that_must_run_here_are_there() -> None:
         "visual_search_3b_lora_1gpu", "visual_search_3b_lora_1gpu_24g", "visual_search_3b_lora_1gpu_48g",
         "numberline_ppo_7b_h100x2", "ezpoints_ppo_7b_h100x2", "points24_ppo_7b_h100x2", "blackjack_ppo_7b_h100x2", "alfworld_ppo_7b_h100x2",
         "lewis_speaker_7b_h100x4", "lewis_listener_7b_h100x4", "qwen3_vl_30b_a3b_h200x8",
+        "qwen3_5_9b_h200x8",
     } == set(RECIPES)  # fmt: skip
 
 

@@ -7,6 +7,7 @@ own and allocates nothing for the model (tests/support/full_size).
 """
 
 import json
+from dataclasses import replace
 from types import FunctionType
 from typing import cast
 
@@ -14,6 +15,7 @@ import pytest
 
 from megatron_rl.algo.algorithms import needs_reference
 from megatron_rl.memory_plan.activations import compute_activation_memory
+from megatron_rl.memory_plan.delta_net_memory import ChunkShape
 from megatron_rl.memory_plan.gpu_memory import largest_micro_batches
 from megatron_rl.memory_plan.rank_shares import compute_model_shares
 from megatron_rl.models.known_models import load_known_spec
@@ -33,7 +35,7 @@ CASES = [
     ("codev_7b_lora_l40s8", 0, "shared"), ("codev_7b_lora_l40s8", 0, "long"), ("codev_7b_h200x8", 0, "shared"),
     ("codev_7b_h200x8", 0, "long"), ("pyvision_image_7b_h200x8", 0, "shared"), ("pyvision_image_7b_h200x8", 0, "long"),
     ("deepeyes_7b_h200x32", 0, "shared"), ("deepeyes_7b_h200x32", 0, "long"),
-    ("qwen3_vl_30b_a3b_h200x8", 0, "shared"),
+    ("qwen3_vl_30b_a3b_h200x8", 0, "shared"), ("qwen3_5_9b_h200x8", 0, "shared"),
 ]  # fmt: skip
 """Recipe, pipeline stage and kind of micro-batch (tests/support/full_size/micro_batches.py)."""
 SAME_SHAPES = {
@@ -90,7 +92,9 @@ def test_an_update_at_full_size(recipe: str, stage: int, kind: str) -> None:
     held = next(share.total_footprint for share in shares if share.pp_rank == stage)
     moments = 0 if parallel.offload_optimizer else held.moment_bytes
     assert found["held"] == held.param_bytes + held.grad_bytes + held.main_weight_bytes + moments
-    size = largest_micro_batches(model, settings)[0 if kind == "shared" else 1]
+    # Gated delta nets need less memory than planned if segments are long, as they are here.
+    largest = largest_micro_batches(model, settings)[0 if kind == "shared" else 1]
+    size = replace(largest, chunk_shapes=(ChunkShape(**found["chunks"]),))
     assert 0.98 * size.num_tokens <= found["tokens"] <= size.num_tokens
     planned = compute_activation_memory(
         model, parallel, stage=stage, size=size, max_patches=settings.model.max_pixels // model.vision.patch_size**2,

@@ -111,7 +111,7 @@ MUTANTS = (
     Mutant(
         "the convolution of a delta net saves its input once",
         "megatron_rl/memory_plan/delta_net_memory.py",
-        "((delta.kernel_size + 2) * convolved",
+        "((delta.kernel_size + 1) * convolved",
         "(2 * convolved",
         "tests/memory_plan/test_activations.py -k delta_nets_and",
     ),

@@ -29,6 +29,7 @@ for library in ("vllm._C", "vllm._C_stable_libtorch"):  # CUDA kernels, which no
         sys.modules[library] = types.ModuleType(library)
 
 import vllm.model_executor.models.qwen2_5_vl  # noqa: E402 (before the platform is replaced: a CUDA platform needs its kernels)
+import vllm.model_executor.models.qwen3_5  # noqa: E402
 import vllm.model_executor.models.qwen3_vl_moe  # noqa: E402, F401
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: E402
@@ -46,7 +47,7 @@ from tests.contracts.test_configs import settings_of  # noqa: E402
 
 RELEASED_PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
 """Image size limits of the processor of every released Qwen2.5-VL."""
-MODELS = ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct")
+MODELS = ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct", "Qwen/Qwen3.5-9B")
 """Models of the recipes."""
 CAPABILITY = {"l4": (8, 9), "l40s": (8, 9), "a100": (8, 0), "h100": (9, 0), "h200": (9, 0)}
 

@@ -19,6 +19,7 @@ from megatron_rl.memory_plan.gpu_memory import MemoryPlan, plan_gpu_memory
 from megatron_rl.memory_plan.gpu_specs import GB, GPUS_PER_NODE
 from megatron_rl.memory_plan.step_time import estimate_step_seconds, make_step_time_inputs
 from megatron_rl.models.known_models import load_known_spec
+from megatron_rl.preflight.settings import check_sizes
 from megatron_rl.registry import has_critic, uses_sandbox
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,10 +48,15 @@ def gpu_recipes() -> list[str]:
 
 
 def plan(name: str, *overrides: str) -> PlannedRecipe:
-    """Compose a recipe with overrides and plan its memory."""
+    """Compose a recipe with overrides and plan its memory.
+
+    Raises ValueError if a run would refuse the settings.
+    """
     settings = compose_settings([f"experiment={name}", *overrides])
+    model = load_known_spec(settings.model.path)
+    check_sizes(settings, model, settings.plan.world_size)
     planned = plan_gpu_memory(
-        load_known_spec(settings.model.path), settings, world_size=settings.plan.world_size, has_values=has_critic(settings),
+        model, settings, world_size=settings.plan.world_size, has_values=has_critic(settings),
         uses_sandbox=uses_sandbox(settings),
     )  # fmt: skip
     return PlannedRecipe(name, settings, planned)

@@ -10,7 +10,7 @@ rank, KIND a key of KINDS.
 import json
 import sys
 import tempfile
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -19,13 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_rl.algo.algorithms import ALGORITHMS, needs_reference
 from megatron_rl.build import build_critic
 from megatron_rl.config import Settings
+from megatron_rl.memory_plan.delta_net_memory import ChunkShape
 from megatron_rl.memory_plan.rank_shares import fake_process_group, measure_footprint
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.known_models import HUB_IDS, make_released_config
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.critic import Critic
+from megatron_rl.policy.delta_rule import plan_chunks
 from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import build_layout
-from megatron_rl.policy.patches import ImagePatchFn
 from megatron_rl.policy.policy import Policy
 from megatron_rl.registry import has_critic
 from megatron_rl.training_batch import compute_logprobs_and_values
@@ -37,7 +39,6 @@ from tests.support.full_size.fake_device import FakeGpu
 from tests.support.full_size.micro_batches import longest_sequence, on_fake_device, pack_one, shared_prompts
 
 KINDS = {"shared": shared_prompts, "long": longest_sequence}
-IMAGE_TOKEN_ID = 151655
 
 
 def measure(settings: Settings, *, stage: int, kind: str) -> dict[str, object]:
@@ -53,20 +54,32 @@ def measure(settings: Settings, *, stage: int, kind: str) -> dict[str, object]:
         fake_kernels.install()
         world = settings.plan.world_size
         with fake_process_group(stage * world // parallel.pp, size=world), mode, gpu:
-            policy, critic = build(settings, fake_policy.patches_of(model))
+            policy, critic = build(settings, model)
             batches = [on_fake_device(batch, mode) for _ in range(parallel.pp + 1)]
             found = run(settings, policy, critic, batches, gpu)
-    return {"tokens": batch.num_tokens, "image_tokens": sum(image.num_tokens for image in batch.images), **found}
+    sizes = {"tokens": batch.num_tokens, "image_tokens": sum(image.num_tokens for image in batch.images)}
+    return {**sizes, "chunks": asdict(chunk_shape(batch, model)), **found}
 
 
-def build(settings: Settings, patches: ImagePatchFn) -> tuple[Policy, Critic | None]:
+def chunk_shape(batch: MicroBatch, model: ModelSpec) -> ChunkShape:
+    """Return how gated delta nets cut a micro-batch into chunks; the default without them."""
+    if model.delta_net is None:
+        return ChunkShape()
+    row_NC = (plan := plan_chunks(batch.offset_S1, batch.prefix_S, model.delta_net.kernel_size)).row_NC
+    return ChunkShape(
+        size=row_NC.shape[1], padding=row_NC.numel() / batch.num_tokens, wave_fraction=max(plan.wave_sizes) / len(row_NC)
+    )  # fmt: skip
+
+
+def build(settings: Settings, model: ModelSpec) -> tuple[Policy, Critic | None]:
     """Build the policy, and the critic if it has its own backbone, as megatron_rl.build does."""
+    patches, image_token_id = fake_policy.patches_of(model), model.image_token_id
     layout, num_steps, has_values = build_layout(settings.parallel, seed=0), 10, has_critic(settings)
     is_own = settings.critic.backbone == "own"
     policy = Policy(
         settings.model, layout,
         training=TrainingSettings(parallel=settings.parallel, optim=settings.optim, num_steps=num_steps, lora=settings.lora),
-        special_tokens=SpecialTokens(image_token_id=IMAGE_TOKEN_ID, banned_ids=[IMAGE_TOKEN_ID]), temperature=settings.algo.temperature,
+        special_tokens=SpecialTokens(image_token_id=image_token_id, banned_ids=[image_token_id]), temperature=settings.algo.temperature,
         keep_reference=needs_reference(settings.algo), bucket_mib=settings.engine.bucket_mib,
         critic=settings.critic if has_values and not is_own else None, patches=patches,
     )  # fmt: skip
