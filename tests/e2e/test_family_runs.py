@@ -1,5 +1,5 @@
 """Short runs of Qwen2-VL (two ranks with half of the model and of a padded vocabulary each), of
-Qwen3-VL, dense and with experts, and of Qwen3.5 (two ranks in tests marked long), with real engines
+Qwen3-VL and Qwen3.5, dense and with experts (two ranks in tests marked long), with real engines
 and real weight updates.
 """
 
@@ -20,6 +20,7 @@ CASES = [
     ("qwen2_vl", 2, "tp"), ("qwen3_vl", 1, "tp"), ("qwen3_vl_moe", 1, "tp"),
     *(pytest.param("qwen3_vl_moe", 2, kind, marks=pytest.mark.long) for kind in ("tp", "ep")),
     *(pytest.param("qwen3_5", ranks, "tp", marks=pytest.mark.long) for ranks in (1, 2)),
+    *(pytest.param("qwen3_5_moe", *case, marks=pytest.mark.long) for case in ((1, "tp"), (2, "tp"), (2, "ep"))),
 ]  # fmt: skip
 
 

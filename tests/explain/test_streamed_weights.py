@@ -27,7 +27,7 @@ from tests.support.engine_logprob_oracle import policy_logits
 from tests.support.explain_run_folder import STALE_TENSOR, make_rollouts, nested_name, write_run
 
 MODELS = {"qwen2_5_vl": {}, "tied": {"tied": True}, "qwen2_vl": {"family": "qwen2_vl"}, "qwen3_vl": {"family": "qwen3_vl"},
-          "qwen3_vl_moe": {"family": "qwen3_vl_moe"}}  # fmt: skip
+          "qwen3_vl_moe": {"family": "qwen3_vl_moe"}, "qwen3_5_moe": {"family": "qwen3_5_moe"}}  # fmt: skip
 
 
 class Counted:

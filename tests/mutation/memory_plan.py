@@ -95,6 +95,13 @@ MUTANTS = (
         "tests/memory_plan/test_activations.py -k decoder_layer_keeps",
     ),
     Mutant(
+        "a shared expert saves only what the router saves of its input",
+        "megatron_rl/memory_plan/activations.py",
+        "(3 * columns + num_vectors * hidden + 2) * itemsize",
+        "(3 * columns + hidden + 2) * itemsize",
+        "tests/memory_plan/test_activations.py -k gated_attention_keep",
+    ),
+    Mutant(
         "tokens of other ranks with divided experts need no memory",
         "megatron_rl/memory_plan/activations.py",
         "exchanged = parallel.ep * (exchanged + hidden * itemsize)",

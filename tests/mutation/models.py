@@ -104,8 +104,8 @@ MUTANTS = (
     Mutant(
         "weights of a token's experts need not be normalized",
         "megatron_rl/models/config_fields.py",
-        """"norm_topk_prob": (True,)""",
-        """"norm_topk_prob": ANY""",
+        """"norm_topk_prob": (True,), "shared""",
+        """"norm_topk_prob": ANY, "shared""",
         "tests/models/test_qwen3_vl_moe.py -k not_computed",
     ),
     Mutant(
@@ -177,5 +177,33 @@ MUTANTS = (
         """        return f"{module}.down_proj"\n""",
         """        return f"{module}.gate_up_proj"\n""",
         "tests/parity/test_lora_families.py -k experts",
+    ),
+    Mutant(
+        "the experts of Qwen3.5 are swapped like those of Qwen3-VL",
+        "megatron_rl/models/decoder.py",
+        "replace(fc1, fuse=unfold_swapped, split=swap_folded)",
+        "fc1",
+        "tests/models/test_qwen3_5_moe.py -k columns",
+    ),
+    Mutant(
+        "the shapes of all experts in checkpoints are swapped",
+        "megatron_rl/models/model_spec.py",
+        "        if self.family.has_swapped_experts:",
+        "        if self.experts:",
+        "tests/models/test_qwen3_5_moe.py -k sizes_and_layers",
+    ),
+    Mutant(
+        "the shared expert has the size of the other experts",
+        "megatron_rl/models/qwen3_5_moe.py",
+        'shared_ffn_size=text["shared_expert_intermediate_size"]',
+        'shared_ffn_size=text["moe_intermediate_size"]',
+        "tests/models/test_qwen3_5_moe.py -k sizes_and_layers",
+    ),
+    Mutant(
+        "a layer of Qwen3.5 with experts may be dense",
+        "megatron_rl/models/config_fields.py",
+        '"norm_topk_prob": (True,), "decoder_sparse_step": (1,),',
+        '"norm_topk_prob": (True,), "decoder_sparse_step": ANY,',
+        "tests/models/test_qwen3_5_moe.py -k not_computed",
     ),
 )

@@ -305,6 +305,13 @@ MUTANTS = (
         "tests/policy/test_experts.py -k float32",
     ),
     Mutant(
+        "a shared expert has no gate",
+        "megatron_rl/policy/experts.py",
+        'return output * sigmoid(linear(hidden_states, cast("torch.Tensor", self.gate_weight)))',
+        "return output",
+        "tests/parity/test_qwen3_5_moe.py -k three_layouts",
+    ),
+    Mutant(
         "tensor parallelism of experts needs no sequence parallelism",
         "megatron_rl/policy/parallel.py",
         "    if model.experts is not None:\n        remedy",

@@ -428,8 +428,8 @@ MUTANTS = (
     Mutant(
         "up of a rank's experts is found where gate begins",
         "megatron_rl/rollout/vllm/expert_weights.py",
-        "WeightSlice(up, 2, whole + start)",
-        "WeightSlice(up, 2, start)",
+        "columns * (tp * number + rank)",
+        "columns * rank",
         "tests/policy/test_experts.py -k columns",
     ),
     Mutant(

@@ -38,10 +38,10 @@ TIE = 1e-5
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen3_vl_moe", pytest.param("qwen3_5_moe", marks=pytest.mark.long)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "moe"
-    make_checkpoint(folder, family="qwen3_vl_moe", init="random", seed=1, vision_depth=2)
+    make_checkpoint(folder, family=request.param, init="random", seed=1, vision_depth=2)
     return folder
 
 
@@ -132,19 +132,22 @@ def test_experts_of_all_tokens_are_returned(
         preempt(self, request, *given, **options)
 
     monkeypatch.setattr(RecordingScheduler, "_preempt_request", counted)
-    check_two_turns(engine, hf, renderer)
-    preempted.clear()
-    fresh = make_prompts(renderer)
-    generate_turn(engine, fresh, max_tokens=150, seed=50)
-    assert len(preempted) >= 1, "the cache is too small for all requests"
-    check_experts(hf, renderer, fresh)
-    again = make_prompts(renderer)[-1:]
     cached = engine._core._engine.engine_core.engine_core.scheduler.kv_cache_manager
     hits: list[int] = []
     lookup = cached.get_computed_blocks
     monkeypatch.setattr(cached, "get_computed_blocks", lambda request: (found := lookup(request), hits.append(found[1]))[0])
+    check_two_turns(engine, hf, renderer)
+    assert max(hits) >= 32, "a block of a prompt is cached"
+    preempted.clear()
+    fresh = make_prompts(renderer)
+    generate_turn(engine, fresh, max_tokens=150 if hf.config.model_type == "qwen3_vl_moe" else 300, seed=50)
+    assert len(preempted) >= 1, "the cache is too small for all requests"
+    check_experts(hf, renderer, fresh)
+    again = make_prompts(renderer)[-1:]
+    hits.clear()
     generate_turn(engine, again, max_tokens=4, seed=99)
-    assert hits[0] >= 32, "a block of the prompt is cached"
+    # The state of a delta net after that block has been evicted by the long sequences.
+    assert hits[0] >= (32 if hf.config.model_type == "qwen3_vl_moe" else 0), "a block of the prompt is cached"
     assert again[0].routed_experts[: len(fresh[-1].routed_experts)][:32] == fresh[-1].routed_experts[:32]
     check_experts(hf, renderer, again)
 
@@ -153,19 +156,19 @@ def test_new_weights_choose_anew(engine: ColocatedEngine, hf: PreTrainedModel, r
     """After a weight update with negated routers, all experts are others and equal HF's."""
     before = make_prompts(renderer)[:2]
     generate_turn(engine, before, max_tokens=4, seed=0)
-    sent = {canonical_name(name): to_released_form(name, tensor.clone()) for name, tensor in hf.state_dict().items()}
+    sent = {canonical_name(name): to_released_form(name, tensor.clone(), hf.config.model_type) for name, tensor in hf.state_dict().items()}
     gates = {name for name in sent if name.endswith("mlp.gate.weight")}
     engine.load_weights(((name, -tensor if name in gates else tensor) for name, tensor in sent.items()), version=1)
     after = make_prompts(renderer)[:2]
     generate_turn(engine, after, max_tokens=4, seed=0)
     with torch.no_grad():
         for name, parameter in hf.named_parameters():
-            if name.endswith("gate.weight"):
+            if name.endswith("mlp.gate.weight"):
                 parameter.neg_()
     check_experts(hf, renderer, after)
     with torch.no_grad():
         for name, parameter in hf.named_parameters():
-            if name.endswith("gate.weight"):
+            if name.endswith("mlp.gate.weight"):
                 parameter.neg_()
     same = [
         a == b for one, other in zip(before, after, strict=True) for a, b in zip(one.routed_experts, other.routed_experts, strict=False)
@@ -211,7 +214,7 @@ def test_servers_return_the_experts(model: Path, renderer: Renderer, hf: PreTrai
     without routing replay refuses the server in one line.
     """
     settings = replace(ENGINE_SETTINGS, return_routed_experts=True)
-    sent = {canonical_name(name): to_released_form(name, tensor) for name, tensor in hf.state_dict().items()}
+    sent = {canonical_name(name): to_released_form(name, tensor, hf.config.model_type) for name, tensor in hf.state_dict().items()}
     with serve_engines(model, tmp_path, num_servers=1, settings=settings) as urls:
         with connect_server_engine(urls, renderer, settings=settings) as engine:
             engine.load_weights(iter(sent.items()), version=1)

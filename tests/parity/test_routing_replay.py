@@ -8,14 +8,14 @@ from torch.nn.functional import linear
 
 from megatron_rl.models.name_mapping import canonical_name
 from tests.conftest import SUPPORT
-from tests.parity.test_experts import write_model
+from tests.parity import test_experts, test_qwen3_5_moe
 from tests.support.hf_reference import HfReference, compute_forward, relative_error, to_released_form
 
 pytestmark = pytest.mark.timeout(900)
 ALONE, TWO_PROCESSES = ["1,1,1,0,none,moe"], ["2,1,1,1,none,moe", "1,2,1,0,full,moe"]
 LONG = {2: ["1,1,1,0,none,ep2,moe"], 4: ["2,2,1,1,full,moe", "2,1,1,1,none,moe", "2,1,1,1,none,ep2,moe", "1,2,1,0,full,ep2,moe"]}
-SPARSE_LAYERS, TOP_K, EXPERTS = 3, 2, 8
-"""Sizes of the model of test_experts.py, in which layer 1 of four is dense."""
+TOP_K, EXPERTS = 2, 8
+"""Sizes of the models of test_experts.py and test_qwen3_5_moe.py."""
 
 
 class GivenExperts:
@@ -27,9 +27,7 @@ class GivenExperts:
 
     def __init__(self, hf: HfReference, experts: list[torch.Tensor]) -> None:
         self._left, self._now = iter(experts), experts[0]
-        gates = [layer.mlp.gate for layer in hf.model.model.language_model.layers if hasattr(layer.mlp, "gate")]
-        assert len(gates) == SPARSE_LAYERS
-        for layer, gate in enumerate(gates):
+        for layer, gate in enumerate(routers(hf)):
             gate.forward = lambda hidden, gate=gate, layer=layer: self.route(gate, layer, hidden)
 
     def route(self, gate: torch.nn.Module, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -40,13 +38,17 @@ class GivenExperts:
         return logits, logits.gather(1, chosen).softmax(-1), chosen
 
 
+def routers(hf: HfReference) -> list[torch.nn.Module]:
+    return [layer.mlp.gate for layer in hf.model.model.language_model.layers if hasattr(layer.mlp, "gate")]
+
+
 def random_experts(hf: HfReference) -> list[torch.Tensor]:
     """Return random experts of each example sequence, equal where sequences have a common start."""
     texts = [(item.sequence.token_ids, [image.key for image in item.sequence.images]) for item in hf.contexts]
     made: list[torch.Tensor] = []
     torch.manual_seed(0)
     for number, (tokens, images) in enumerate(texts):
-        experts = torch.rand(len(tokens), SPARSE_LAYERS, EXPERTS).topk(TOP_K).indices
+        experts = torch.rand(len(tokens), len(routers(hf)), EXPERTS).topk(TOP_K).indices
         for (before, others), chosen in zip(texts[:number], made, strict=True):
             same = next((at for at, (a, b) in enumerate(zip(tokens, before, strict=False)) if a != b), min(len(tokens), len(before)))
             if others[: len(images)] == images[: len(others)]:
@@ -55,11 +57,13 @@ def random_experts(hf: HfReference) -> list[torch.Tensor]:
     return made
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, HfReference, dict]:
+@pytest.fixture(scope="module", params=["qwen3_vl_moe", pytest.param("qwen3_5_moe", marks=pytest.mark.long)])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, HfReference, dict]:
     """HF's logprobs and gradients with the given experts in float64, and OUT/experts.pt."""
     folder = tmp_path_factory.mktemp("replay")
-    hf = write_model(folder, layers=4)
+    is_delta_net = request.param == "qwen3_5_moe"
+    hf = test_qwen3_5_moe.write_model(folder) if is_delta_net else test_experts.write_model(folder, layers=4)
+    assert len(routers(hf)) == (4 if is_delta_net else 3), "layer 1 of Qwen3-VL is dense"
     experts = random_experts(hf)
     torch.save(experts, folder / "experts.pt")
     GivenExperts(hf, experts)

@@ -1,7 +1,7 @@
 """Writes a small Qwen2.5-VL, Qwen2-VL, Qwen3-VL or Qwen3.5 model, dense or with experts.
 
-The Hugging Face folder contains the config, weights, tokenizer, processor and chat template, and is created
-atomically.
+The Hugging Face folder contains the config, weights, tokenizer, processor and chat template, and is
+created atomically.
 
 The preset `nano` has random weights, 140x140 images, and a byte-level BPE tokenizer with Qwen's
 pre-tokenizer. This tool trains the tokenizer on its own texts or, with --words, on the texts of a

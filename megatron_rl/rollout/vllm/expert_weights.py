@@ -51,9 +51,9 @@ def _apply_experts(
 def expert_locations(prefix: str, module: Any, kind: str, param: torch.Tensor) -> dict[str, EngineTensorLocation]:
     """Return the location of gate_up_proj or down_proj of all experts, keyed by engine name.
 
-    The parameter is w13_weight [E, 2F, H] or w2_weight [E, H, F] with this rank's part of F. Qwen3.5
-    has tensors of these shapes; Qwen3-VL's have the last two dimensions swapped. Raises RuntimeError
-    if the engine does not keep the weights as they are loaded.
+    The parameter is w13_weight [E, 2F, H] or w2_weight [E, H, F] with this rank's part of F.
+    Qwen3.5 has tensors of these shapes; Qwen3-VL's have the last two dimensions swapped. Raises
+    RuntimeError if the engine does not keep the weights as they are loaded.
     """
     backend = module.quant_method.unquantized_backend.value
     config = module.moe_config

@@ -58,7 +58,7 @@ class RoutedExpertsRecorder:
         bind_routed_experts_capturer(model, self._capturer)
         self._layers = sorted(module.layer_id for module in model.modules() if isinstance(module, MoERunner))
         """Numbers of the sparse layers."""
-        # A model with gated delta nets has further groups, the blocks of which have no slots of tokens.
+        # A model with gated delta nets has further groups; their blocks have no slots of tokens.
         groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         number, spec = next(each for each in enumerate(groups) if isinstance(each[1], AttentionSpec))
         self._table = runner.input_batch.block_table[number]
