@@ -161,8 +161,8 @@ def _linear_layer_bytes(
     shapes = [delta_net_bytes(model, parallel, itemsize=itemsize, shape=shape) for shape in size.chunk_shapes]
     delta, full = max(shapes, key=lambda each: each.inside + each.working), delta_net_bytes(model, parallel, itemsize=itemsize)
     layer = decoder_layer_bytes(model, parallel, itemsize=itemsize, lora=lora, is_linear=True) + delta.inside - full.inside
-    # The backward pass of the delta net runs after that of the MLP, without what the MLP and its norm
-    # have saved. With selective recomputation, the delta net is computed again between the two.
+    # The backward pass of the delta net runs after that of the MLP, without what the MLP and its
+    # norm have saved. With selective recomputation, the delta net is computed again before it.
     saved_by_mlp, working_of_mlp = _mlp_bytes(model, parallel, itemsize=itemsize)
     of_delta, around = delta.working - saved_by_mlp - 2 * hidden, 2 * hidden + gathered
     working = max(working_of_mlp, of_delta)
@@ -233,18 +233,20 @@ def _expert_saved_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsiz
 def _expert_working_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int) -> float:
     """Return the bytes per token of the gradients in the backward pass of the experts.
 
-    For each row, these are the gradients of its output and input (H values each), of the fused
-    projection (2 F), and of the product with the router's weight, in fp32 as well. Tokens of other
-    ranks are gathered, and their outputs are added up in fp32.
+    Gradients of rows exist one after the other: of its output (H values) with that of the product
+    with the router's weight (F), of this product in fp32, and of the fused projection (2 F) with
+    that of its input (H). The gradients of the outputs of other ranks' tokens are gathered in fp32.
+    They exist together with those of the rows' outputs, and with three fp32 tensors of the size of
+    this rank's hidden states; the number three was measured (tests/cuda/test_full_size.py and
+    tests/distributed/test_expert_parallel.py).
     """
     experts, hidden = model.experts, model.hidden_size
     assert experts is not None
     columns = experts.ffn_size / parallel.tp
-    rows = experts.top_k * ((2 * hidden + 4 * columns) * itemsize + 2 * columns * torch.float32.itemsize)
-    exchanged = 2 * hidden * torch.float32.itemsize if parallel.tp * parallel.ep > 1 else 0
-    if parallel.ep > 1:
-        exchanged = parallel.ep * (exchanged + hidden * itemsize)
-    return rows + exchanged
+    of_product = 2 * columns * (torch.float32.itemsize + itemsize)
+    row = max((hidden + columns) * itemsize, of_product, (hidden + 2 * columns) * itemsize)
+    exchanged = (parallel.ep + 3) * hidden * torch.float32.itemsize if parallel.tp * parallel.ep > 1 else 0
+    return max(experts.top_k * row, experts.top_k * hidden * itemsize + exchanged)
 
 
 def _shared_expert_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int) -> tuple[float, float]:

@@ -68,16 +68,17 @@ def test_the_weights_after_all_updates(found: dict[str, dict]) -> None:
 
 
 def test_the_memory_of_a_layer_is_planned(found: dict[str, dict], model: Path) -> None:
-    """Both ranks together save the bytes of whole experts, because a token has as many rows. The
-    peak grows by half to all of what the plan adds for gathered tokens.
+    """Both ranks together save the bytes of whole experts, because a token has as many rows. With
+    gathered tokens and without, the temporary tensors of the backward pass take at least half of
+    the plan, and at most all of it with the largest gradient.
     """
     whole, divided = (found[name]["memory"] for name in ("whole", "divided"))
     assert abs(sum(saved for saved, _ in divided) - sum(saved for saved, _ in whole)) <= 2 * NUM_TOKENS
     planned = [NUM_TOKENS * _expert_working_bytes(read_spec(model), ParallelSettings(ep=ep), itemsize=4) for ep in (1, 2)]
     gradients = [expert_gradient_bytes(read_spec(model), ParallelSettings(ep=ep), itemsize=4) for ep in (1, 2)]
     assert gradients == [4 * 8 * 128 * 2 * 96, 4 * 4 * 128 * 2 * 96]
-    grown = [peak - saved - (other_peak - other_saved) for (saved, peak), (other_saved, other_peak) in zip(divided, whole, strict=True)]
-    assert 0.5 * (planned[1] - planned[0]) <= max(grown) <= planned[1] - planned[0]
+    for ranks, working, gradient in zip((whole, divided), planned, gradients, strict=True):
+        assert working / 2 <= max(peak - saved for saved, peak in ranks) <= working + gradient
 
 
 def test_reductions_of_experts_overlap(found: dict[str, dict]) -> None:

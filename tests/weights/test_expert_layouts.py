@@ -79,6 +79,20 @@ def test_both_layouts_hold_the_same_model(fused: Path, tmp_path: Path, capsys: p
     capsys.readouterr()
 
 
+def test_the_matrices_of_qwen3_5_are_not_transposed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its fused tensors consist of the matrices as they are; both layouts hold the same model."""
+    make_checkpoint(tmp_path / "fused", family="qwen3_5_moe", init="random", seed=3)
+    assert run_merge(tmp_path / "fused", tmp_path / "separate", "--experts", "separate") == 0
+    whole, parts = stored(tmp_path / "fused"), stored(tmp_path / "separate")
+    gate_up = [torch.cat([parts[f"{LAYER}{expert}.{part}_proj.weight"] for part in ("gate", "up")]) for expert in range(8)]
+    assert torch.equal(torch.stack(gate_up), whole[f"{LAYER}gate_up_proj"])
+    down = torch.stack([parts[f"{LAYER}{expert}.down_proj.weight"] for expert in range(8)])
+    assert torch.equal(down, whole[f"{LAYER}down_proj"])
+    assert run_merge(tmp_path / "separate", tmp_path / "back") == 0
+    assert_same_tensors(stored(tmp_path / "back"), whole)
+    capsys.readouterr()
+
+
 def test_transformers_fuses_the_written_matrices_alike(fused: Path, tmp_path: Path) -> None:
     """Qwen3-MoE in transformers, which reads separate experts, gets the matrices in the same order:
     gate before up.
