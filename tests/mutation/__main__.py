@@ -12,6 +12,7 @@ keeps the table in step with the code.
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -34,6 +35,7 @@ PYTEST = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "-m", "not long and no
 FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - .*)?$", flags=re.MULTILINE)
 EMULATED_CUDA = "-p tests.support.cuda.session"
 """Start of `Mutant.tests` for tests that need the emulated device in their process."""
+_STAMPS = itertools.count(1_000_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +71,22 @@ def run_mutant(mutant: Mutant, tree: Path) -> Outcome:
     """Plant the mistake, run the mutant's tests, and remove the mistake."""
     path, began = tree / mutant.file, time.monotonic()
     original = path.read_text()
-    path.write_text(original.replace(mutant.old, mutant.new))
+    _write(path, original.replace(mutant.old, mutant.new))
     status, output = run_pytest(["-x", *mutant.tests.split(" ")], tree)
-    path.write_text(original)
+    _write(path, original)
     failure = FAILURE.search(output)
     assert failure or status == 0, f"{mutant.name}: pytest exited with {status}\n{output[-2000:]}"
     return Outcome(failure[1] if failure else "", output.strip().splitlines()[-1], round(time.monotonic() - began, 1))
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a source file with a time stamp of its own.
+
+    Python uses the compiled file of a source file with the same size and the same second.
+    """
+    path.write_text(text)
+    stamp = next(_STAMPS)
+    os.utime(path, (stamp, stamp))
 
 
 def find_tests_failing_anyway(noticed: dict[Mutant, str], tree: Path) -> set[str]:
