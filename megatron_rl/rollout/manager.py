@@ -20,7 +20,7 @@ from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.episode import EpisodeSettings, TimerFn, derive_seed, no_timer, require_access, run_episode
 from megatron_rl.rollout.load_balancer import EngineRank, StartGroupFn
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.scheduler import GenerationSettings, PromptScheduler, ScheduledGroup
+from megatron_rl.rollout.scheduler import GenerationSettings, PromptScheduler, ScheduledGroup, choose_groups
 from megatron_rl.rollout.task import Task
 from megatron_rl.rollout.vllm.teacher_client import TeacherClients
 from megatron_rl.rollout.work_buffer import DUE, BufferState, StepTarget, WorkBuffer
@@ -212,7 +212,7 @@ class RolloutManager:
         finished = sorted(group for each in self._buffer_states for group in each.finished)
         if len(self._buffer_states) < self.engine_rank.num_engines or len(finished) < num:
             raise GracefulStop
-        chosen = {group: waiting[group] for group in sorted(sorted(finished, key=lambda group: group not in due)[:num])}
+        chosen = {group: waiting[group] for group in choose_groups(finished, due, num=num)}
         return chosen, self.collectives.gather_rollouts(None if local_state is None else self._work_buffer.collect_rollouts(chosen))
 
     def run_examples(

@@ -8,7 +8,7 @@ with the updated weights. With max_staleness=0, each generation batch starts and
 step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,6 +151,15 @@ class PromptScheduler:
         """Number of prompts trained on so far, divided by the number of training examples."""
         drawn = self.num_generation_batches * self._settings.num_prompts
         return (drawn - len(self.unfinished_prompt_indices)) / len(self._examples())
+
+
+def choose_groups(finished: Sequence[int], due: Set[int], *, num: int) -> list[int]:
+    """Return the numbers of the `num` groups that the step trains on, in ascending order.
+
+    `finished` are the finished groups in ascending order. Those that are due come first, as no
+    later step can train on them; then those that were scheduled first.
+    """
+    return sorted(sorted(finished, key=lambda group: group not in due)[:num])
 
 
 def choose_prompts(examples: Sequence[Example], num: int, *, seed: int, batch_index: int) -> list[Example]:

@@ -21,7 +21,7 @@ from megatron_rl.errors import GracefulStop
 from megatron_rl.rollout.event_loop import PausableEventLoop
 from megatron_rl.rollout.load_balancer import EngineRank
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.scheduler import GenerationSettings, PromptScheduler, choose_prompts
+from megatron_rl.rollout.scheduler import GenerationSettings, PromptScheduler, choose_groups, choose_prompts
 from megatron_rl.rollout.work_buffer import WorkBuffer
 from megatron_rl.types import Rollout, Status, StopReason
 from tests.support.async_rollout_manager import AsyncScriptedEngine, BlockingTask, make_async_manager, run_step, turn_versions
@@ -40,6 +40,15 @@ def admission_of(*, max_staleness: int, num_steps: int | None = None) -> PromptS
 
 def dealt_names(num: int) -> list[str]:
     return [example.id for number in range(num) for example in choose_prompts(EXAMPLES, 2, seed=EPISODE.seed, batch_index=number)]
+
+
+def test_due_groups_are_trained_on_first() -> None:
+    """Example by hand: groups 2 and 3 began a version later than group 4, for example because their
+    engine was busy. A step of two groups takes 4, which is due, and the oldest of the others.
+    """
+    assert choose_groups([2, 3, 4, 5], {4}, num=2) == [2, 4]
+    assert choose_groups([2, 3, 4, 5], {4, 5}, num=2) == [4, 5]
+    assert choose_groups([2, 3, 4, 5], set(), num=3) == [2, 3, 4]
 
 
 def test_capacity_by_hand() -> None:
