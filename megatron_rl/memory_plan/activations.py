@@ -233,20 +233,18 @@ def _expert_saved_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsiz
 def _expert_working_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int) -> float:
     """Return the bytes per token of the gradients in the backward pass of the experts.
 
-    Gradients of rows exist one after the other: of its output (H values) with that of the product
-    with the router's weight (F), of this product in fp32, and of the fused projection (2 F) with
-    that of its input (H). The gradients of the outputs of other ranks' tokens are gathered in fp32.
-    They exist together with those of the rows' outputs, and with three fp32 tensors of the size of
-    this rank's hidden states; the number three was measured (tests/cuda/test_full_size.py and
-    tests/distributed/test_expert_parallel.py).
+    Gradients of rows exist one after the other: of its output in fp32 and in the model's dtype (H
+    values each), of the product with the router's weight in both (2 F each), and of the fused
+    projection (2 F) with that of its input (H). The gradients of the outputs of this rank's tokens
+    are gathered from all ranks in fp32. They exist together with those of the rows' outputs.
     """
     experts, hidden = model.experts, model.hidden_size
     assert experts is not None
     columns = experts.ffn_size / parallel.tp
-    of_product = 2 * columns * (torch.float32.itemsize + itemsize)
-    row = max((hidden + columns) * itemsize, of_product, (hidden + 2 * columns) * itemsize)
-    exchanged = (parallel.ep + 3) * hidden * torch.float32.itemsize if parallel.tp * parallel.ep > 1 else 0
-    return max(experts.top_k * row, experts.top_k * hidden * itemsize + exchanged)
+    of_output, of_product = ((torch.float32.itemsize + itemsize) * size for size in (hidden, 2 * columns))
+    row = max(of_output, of_product, (hidden + 2 * columns) * itemsize)
+    exchanged = (parallel.ep + 1) * hidden * torch.float32.itemsize if parallel.tp * parallel.ep > 1 else 0
+    return max(experts.top_k * row, experts.top_k * of_output + exchanged)
 
 
 def _shared_expert_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int) -> tuple[float, float]:

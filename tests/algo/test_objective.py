@@ -212,7 +212,7 @@ def test_two_halves_add_up_to_the_whole(name: str, cut: int, correction: str) ->
     def part(chosen: slice) -> tuple[float, torch.Tensor, torch.Tensor, LossMetrics]:
         rows = make_random_loss_inputs(7, lengths)
         given = {field.name: getattr(rows, field.name) for field in dataclasses.fields(LossInputs)}
-        columns = {name: column[chosen].detach() for name, column in given.items() if column is not None}
+        columns = {name: column[chosen].detach() for name, column in given.items() if isinstance(column, torch.Tensor)}
         leaves = {leaf: columns[leaf].clone().requires_grad_() for leaf in ("logprob_R", "entropy_R")}
         return loss_and_gradient(LossInputs(**columns | leaves), algo)
 

@@ -14,7 +14,7 @@ from typing import cast
 import pytest
 
 from megatron_rl.algo.algorithms import needs_reference
-from megatron_rl.memory_plan.activations import compute_activation_memory
+from megatron_rl.memory_plan.activations import MicroBatchSize, compute_activation_memory
 from megatron_rl.memory_plan.delta_net_memory import ChunkShape
 from megatron_rl.memory_plan.gpu_memory import largest_micro_batches
 from megatron_rl.memory_plan.rank_shares import compute_model_shares
@@ -51,6 +51,33 @@ differ in replicas, offloading, the objective, or the sizes of images."""
 EXPERT_WAITS = {"copy to host in pipeline.py": 1} | LAYER_WAITS
 """Waits in a layer with divided experts, and one per pass in the pipeline, which exchanges the sizes
 of micro-batches."""
+
+
+MEASURED = {"qwen3_vl_30b_a3b_h200x8": 14_160_982_502}
+"""Bytes of activations on stage 0 by recipe, as the long test below measured them on 2026-11-28."""
+
+
+def planned_activations(recipe: str, *, stage: int = 0, kind: str = "shared", chunks: dict | None = None) -> tuple[MicroBatchSize, int]:
+    """Return the size of a recipe's largest micro-batch of this kind, and its planned bytes.
+
+    Gated delta nets need less memory than planned if segments are long; `chunks` states the shape
+    of their chunks.
+    """
+    settings = settings_of(f"experiment={recipe}")
+    model = load_known_spec(settings.model.path)
+    size = largest_micro_batches(model, settings)[0 if kind == "shared" else 1]
+    size = replace(size, chunk_shapes=(ChunkShape(**chunks),)) if chunks else size
+    return size, compute_activation_memory(
+        model, settings.parallel, stage=stage, size=size, max_patches=settings.model.max_pixels // model.vision.patch_size**2,
+        itemsize=2, lora=settings.lora, frozen=settings.model.frozen,
+    ).total_bytes  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", MEASURED)
+def test_the_plan_agrees_with_recorded_bytes(recipe: str) -> None:
+    """A change of the plan must agree with what was measured, within 10% and never too low."""
+    _, planned = planned_activations(recipe)
+    assert MEASURED[recipe] <= planned <= 1.1 * MEASURED[recipe]
 
 
 def test_every_recipe_has_a_case() -> None:
@@ -92,14 +119,8 @@ def test_an_update_at_full_size(recipe: str, stage: int, kind: str) -> None:
     held = next(share.total_footprint for share in shares if share.pp_rank == stage)
     moments = 0 if parallel.offload_optimizer else held.moment_bytes
     assert found["held"] == held.param_bytes + held.grad_bytes + held.main_weight_bytes + moments
-    # Gated delta nets need less memory than planned if segments are long, as they are here.
-    largest = largest_micro_batches(model, settings)[0 if kind == "shared" else 1]
-    size = replace(largest, chunk_shapes=(ChunkShape(**found["chunks"]),))
+    size, planned = planned_activations(recipe, stage=stage, kind=kind, chunks=found["chunks"])
     assert 0.98 * size.num_tokens <= found["tokens"] <= size.num_tokens
-    planned = compute_activation_memory(
-        model, parallel, stage=stage, size=size, max_patches=settings.model.max_pixels // model.vision.patch_size**2,
-        itemsize=2, lora=settings.lora, frozen=settings.model.frozen,
-    ).total_bytes  # fmt: skip
     assert found["taken"] <= planned <= 1.1 * found["taken"]
     has_metrics = stage == parallel.pp - 1
     expected = {place: count for place, count in UPDATE_WAITS.items() if has_metrics or "loss_metrics" not in place}

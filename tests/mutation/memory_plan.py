@@ -102,10 +102,10 @@ MUTANTS = (
         "tests/memory_plan/test_activations.py -k gated_attention_keep",
     ),
     Mutant(
-        "tokens of other ranks with divided experts need no memory",
+        "gradients of rows are counted once for each token",
         "megatron_rl/memory_plan/activations.py",
-        "exchanged = parallel.ep * (exchanged + hidden * itemsize)",
-        "exchanged = exchanged + hidden * itemsize",
+        "return max(experts.top_k * row, experts.top_k * of_output + exchanged)",
+        "return max(row, of_output + exchanged)",
         "tests/distributed/test_expert_parallel.py -k memory",
     ),
     Mutant(
