@@ -145,7 +145,9 @@ def test_training_is_the_same_at_every_layout(layout: str, steps: str, bound: fl
     """Losses, gradient norms and weight changes equal those of one process.
 
     For ODD on four ranks the sum is rounded, up to 1.05e-5 of one norm's change. The first step
-    uses an Adam eps of 1e-4; with 1e-8 Adam would divide near-zero gradients by themselves.
+    uses an Adam eps of 1e-4; with 1e-8 Adam would divide near-zero gradients by themselves. For
+    Qwen3.5 with experts it is 1e-3: with 1e-4, seeds 1, 3 and 4 differ by up to 1.11e-5, with 1e-3
+    by up to 5.1e-6.
     """
     one, other = results[f"1,1,1,0,none,{model_of(layout)}"][steps], results[layout][steps]
     assert other["loss"] == pytest.approx(one["loss"], rel=bound)

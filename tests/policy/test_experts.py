@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+from megatron_rl.config import LoraSettings
 from megatron_rl.policy.experts import GroupedExperts, Router
 from megatron_rl.rollout.vllm.expert_weights import _apply_experts, expert_locations
 from megatron_rl.rollout.vllm.weight_receiver import checksum
@@ -18,7 +19,7 @@ GROUPS = SimpleNamespace(expt_tp=GROUP, ep=GROUP, expt_dp=GROUP)
 def make_experts() -> GroupedExperts:
     torch.manual_seed(0)
     config = SimpleNamespace(moe_ffn_hidden_size=COLUMNS, hidden_size=HIDDEN, params_dtype=torch.float32)
-    experts = GroupedExperts(EXPERTS, config, GROUPS)
+    experts = GroupedExperts(EXPERTS, config, GROUPS, lora=LoraSettings())
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.25)
     return experts
