@@ -139,6 +139,7 @@ def main() -> int:
     noticed = {mutant: earlier[mutant] for mutant in chosen if mutant in earlier}
     with tempfile.TemporaryDirectory() as folder:
         copy_tree(Path(folder))
+        subprocess.run(["git", "init", "-q", folder], check=True)  # a test lists the files that git would track
         for number, mutant in enumerate(chosen, 1):
             if mutant in noticed:
                 continue
