@@ -32,7 +32,7 @@ class DeltaNetBytes:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ChunkShape:
-    """How segments are cut into chunks (policy/delta_rule.py), as far as memory depends on it."""
+    """Properties of the chunks of segments (policy/delta_rule.py) on which memory depends."""
 
     size: int = CHUNK_SIZES[0]
     padding: float = 1.0

@@ -40,7 +40,7 @@ _STAMPS = itertools.count(1_000_000_000)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the tests of a mutant said."""
+    """Result of the tests of one mutant."""
 
     failing_test: str
     """Id of the first test that failed with the mistake in place; "" if none did."""
