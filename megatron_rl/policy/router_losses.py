@@ -15,7 +15,6 @@ assumes that all micro-batches have the same number of tokens.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,6 +24,7 @@ from torch import nn
 
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.parallel import Layout
+from megatron_rl.policy.routing_replay import hook_sparse_layers
 from megatron_rl.types import MicroBatch
 
 METRICS = ("router/aux_loss", "router/z_loss")
@@ -106,13 +106,9 @@ class RouterLosses:
         self._layout, self._coefs, self._update = layout, tuple(coefs), cast("UpdateStatistics | None", None)
         self._device = next(chunks.parameters()).device
         self._size = (sum(spec.experts.sparse_layers), spec.experts.num_experts)
-        size = spec.num_layers // (layout.pp * layout.vpp)
-        for number, chunk in enumerate(cast("Any", chunks)):
+        for chunk in cast("Any", chunks):
             chunk.start_router_losses = self._start
-            first = (number * layout.pp + layout.pp_rank) * size
-            for index, layer in enumerate(chunk.language.decoder.layers, start=first):
-                if spec.is_sparse(index):
-                    layer.register_forward_pre_hook(partial(_set_losses, sum(spec.experts.sparse_layers[:index])), with_kwargs=True)
+        hook_sparse_layers(chunks, spec, layout, _set_losses)
 
     @contextmanager
     def added_to(self, batches: list[MicroBatch], forward: Callable[[list[MicroBatch]], object]) -> Iterator[None]:

@@ -74,6 +74,21 @@ class RouterReplay:
         return scores.gather(1, used_TK), used_TK
 
 
+def hook_sparse_layers(chunks: Iterable[nn.Module], spec: ModelSpec, layout: Layout, hook: Callable[..., None]) -> None:
+    """Run hook(index, layer, inputs, keywords) before each pass of a layer with experts.
+
+    `index` is the index of the layer among all sparse layers of the model. `chunks` are this rank's
+    chunks in the order of the virtual pipeline.
+    """
+    assert spec.experts is not None
+    size = spec.num_layers // (layout.pp * layout.vpp)
+    for number, chunk in enumerate(cast("Any", chunks)):
+        first = (number * layout.pp + layout.pp_rank) * size
+        for index, layer in enumerate(chunk.language.decoder.layers, start=first):
+            if spec.is_sparse(index):
+                layer.register_forward_pre_hook(partial(hook, sum(spec.experts.sparse_layers[:index])), with_kwargs=True)
+
+
 class RoutingReplay:
     """Records or replays the experts of all passes of one model on this rank."""
 
@@ -90,13 +105,9 @@ class RoutingReplay:
         self._size = (sum(spec.experts.sparse_layers), spec.experts.top_k)
         self._dtype = torch.uint8 if spec.experts.num_experts <= 256 else torch.int16
         self._replayed: list[BatchRouting] = []
-        size = spec.num_layers // (layout.pp * layout.vpp)
-        for number, chunk in enumerate(cast("Any", chunks)):
+        for chunk in cast("Any", chunks):
             chunk.start_routing = self._start
-            first = (number * layout.pp + layout.pp_rank) * size
-            for index, layer in enumerate(chunk.language.decoder.layers, start=first):
-                if spec.is_sparse(index):
-                    layer.register_forward_pre_hook(partial(_set_replay, sum(spec.experts.sparse_layers[:index])), with_kwargs=True)
+        hook_sparse_layers(chunks, spec, layout, _set_replay)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

@@ -454,8 +454,8 @@ MUTANTS = (
     Mutant(
         "experts are those of the layer's number, with dense layers",
         "megatron_rl/policy/routing_replay.py",
-        "partial(_set_replay, sum(spec.experts.sparse_layers[:index]))",
-        "partial(_set_replay, min(index, self._size[0] - 1))",
+        "partial(hook, sum(spec.experts.sparse_layers[:index]))",
+        "partial(hook, min(index, sum(spec.experts.sparse_layers) - 1))",
         "tests/parity/test_routing_replay.py",
     ),
     Mutant(
