@@ -100,10 +100,14 @@ class Points24Options(CardOptions):
     evaluation."""
     eval_target: int = 24
     """Target number in evaluations (1..100); training uses 24."""
+    thoughts: str = "formula"
+    """Thoughts of demonstrations: formula writes the formula; search writes a search for it, and then
+    the formula."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("task.options.faces", self.faces, ("ten", "rank"))
+        require_choice("task.options.thoughts", self.thoughts, ("formula", "search"))
         for key, value in (("train_hands", self.train_hands), ("eval_hands", self.eval_hands)):
             require(value >= 1, f"task.options.{key}", value, "must be at least 1")
 

@@ -4,6 +4,34 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a written search judges only the first operator",
+        "megatron_rl/tasks/gym_cards/search.py",
+        'text += f" {_write_move(move)} n."',
+        'text += f" {_write_move(move)} n." if move.operator == OPERATOR_ORDER[0] else ""',
+        "tests/tasks/test_formula_search.py",
+    ),
+    Mutant(
+        "a written search lists moves with equal results again",
+        "megatron_rl/tasks/gym_cards/search.py",
+        "            if rest not in known:\n                known.add(rest)",
+        "            if True:",
+        "tests/tasks/test_formula_search.py",
+    ),
+    Mutant(
+        "a searched formula has no parentheses to the right of a minus",
+        "megatron_rl/tasks/gym_cards/search.py",
+        'binds + (move.operator in "-/")',
+        "binds",
+        "tests/tasks/test_formula_search.py",
+    ),
+    Mutant(
+        "thoughts leave out the search",
+        "megatron_rl/tasks/gym_cards/points_task.py",
+        """thoughts = f"{plan.search} {''.join(plan.tokens)}{rules.target}".lstrip()""",
+        """thoughts = f"{''.join(plan.tokens)}{rules.target}".lstrip()""",
+        "tests/tasks/test_formula_search.py",
+    ),
+    Mutant(
         "an agent's branch trains the shared responses again",
         "megatron_rl/rollout/conversation.py",
         "    copy.extend(tokens, images=tuple(images))",

@@ -36,6 +36,7 @@ from megatron_rl.tasks.gym_cards.points import (
     draw_state,
     unused_numbers,
 )
+from megatron_rl.tasks.gym_cards.search import write_search
 from megatron_rl.tasks.gym_cards.solvers import find_pair_solution, find_solution, hand_probabilities, pair_probabilities
 from megatron_rl.types import Example, Message, Rollout
 
@@ -76,6 +77,8 @@ class FormulaPlan(NamedTuple):
     cards: tuple[Card, ...]
     tokens: tuple[str, ...]
     num_written: int
+    search: str = ""
+    """Text of the search that found the formula; empty if the demonstrator does not search."""
 
     @property
     def state(self) -> PointsState:
@@ -85,7 +88,8 @@ class FormulaPlan(NamedTuple):
 
 def write_reply(rules: PointsRules, plan: FormulaPlan) -> str:
     """Return a correct reply, whose action is the next token of the planned formula."""
-    symbols, thoughts = [card.symbol for card in plan.cards], "".join(plan.tokens) + str(rules.target)
+    symbols = [card.symbol for card in plan.cards]
+    thoughts = f"{plan.search} {''.join(plan.tokens)}{rules.target}".lstrip()
     action = plan.tokens[plan.num_written]
     return json.dumps({"cards": symbols, "current formula": plan.state.formula_text, "thoughts": thoughts, "action": action})
 
@@ -169,16 +173,23 @@ class PointsTask(GameTask):
         plans: list[FormulaPlan] = []
         while len(plans) < num:
             cards = next(hands)
-            tokens = solve_hand(self.rules, cards)
+            search, tokens = self.solve(self.rules, cards)
             if tokens:
                 is_wrong = self.rules.card_number(cards[0]) <= BIASED_MAX_FIRST_NUMBER and dice.random() < BIASED_ERROR
                 tokens = corrupt_formula(tokens) if split == "biased" and is_wrong else tokens
-                plans.append(FormulaPlan(cards, tokens, dice.randrange(len(tokens))))
+                plans.append(FormulaPlan(cards, tokens, dice.randrange(len(tokens)), search))
         return LazyTranscripts(plans, self._write_transcript)
 
     def deal_training_hands(self, rng: np.random.Generator) -> Iterator[tuple[Card, ...]]:
         """Yield an infinite sequence of random hands from the train split."""
         raise NotImplementedError
+
+    def solve(self, rules: PointsRules, cards: Sequence[Card]) -> tuple[str, tuple[str, ...]]:
+        """Return a demonstrator's search, if it searches, and the tokens of its formula, with "=".
+
+        Both are empty if the demonstrator finds no formula.
+        """
+        return "", solve_hand(rules, cards) or ()
 
     def _write_transcript(self, plan: FormulaPlan) -> list[Message]:
         reply = {"role": "assistant", "content": [{"type": "text", "text": write_reply(self.rules, plan)}]}
@@ -190,8 +201,8 @@ class PointsTask(GameTask):
         The list is empty if the hand has no solution.
         """
         rules, cards = self.example_rules(example), tuple(map(Card.from_name, example.payload["cards"]))
-        tokens = solve_hand(rules, cards) or ()
-        return [write_reply(rules, FormulaPlan(cards, tokens, place)) for place in range(len(tokens))]
+        search, tokens = self.solve(rules, cards)
+        return [write_reply(rules, FormulaPlan(cards, tokens, place, search)) for place in range(len(tokens))]
 
 
 class EZPointsTask(PointsTask):
@@ -237,6 +248,7 @@ class Points24Task(PointsTask):
     """
 
     Options = Points24Options
+    demonstration_splits: tuple[str, ...] = GameTask.demonstration_splits
 
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings, POINTS24)
@@ -244,6 +256,8 @@ class Points24Task(PointsTask):
             self.rules, self.eval_rules = (
                 replace(rules, tokens=RANK_TOKENS, faces_are_ten=False) for rules in (self.rules, self.eval_rules)
             )
+        if self.options.thoughts == "search":
+            self.demonstration_splits = ("correct",)
         remedy = "must be in 1..100"
         require(self.options.eval_target in range(1, 101), "task.options.eval_target", self.options.eval_target, remedy)
 
@@ -276,6 +290,13 @@ class Points24Task(PointsTask):
     def deal_training_hands(self, rng: np.random.Generator) -> Iterator[tuple[Card, ...]]:
         """Yield an infinite sequence of random hands from the train split."""
         return self.deal_hands(rng, is_held_out=False)
+
+    def solve(self, rules: PointsRules, cards: Sequence[Card]) -> tuple[str, tuple[str, ...]]:
+        """Return the base class's result or, with task.options.thoughts=search, that of a search."""
+        if self.options.thoughts == "formula":
+            return super().solve(rules, cards)
+        search, tokens = write_search(tuple(map(rules.card_number, cards)), rules.target) or ("", ())
+        return search, tokens and (*tokens, "=")
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return the base class's metrics and, if any hand is solvable, `success_of_solvable`."""
