@@ -5,6 +5,7 @@ and their libraries.
 """
 
 import math
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,12 +62,30 @@ class CardOptions(GameOptions):
     eval_art: str = "large"
     """Card art in evaluations: large (as in training), classic or night."""
     eval_card_scale: float = 1.0
-    """Card size in evaluations, as a fraction of the size in training (0.25..1)."""
+    """Card size in evaluations, as a fraction of the size in the game (0.25..1)."""
+    train_arts: list[str] = field(default_factory=lambda: ["large"])
+    """Card arts in training; every hand and every demonstration has a random one of them."""
+    train_card_scales: list[float] = field(default_factory=lambda: [1.0])
+    """Card sizes in training, as fractions of the size in the game (0.25..1); every hand and every
+    demonstration has a random one of them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("task.options.eval_art", self.eval_art, CARD_ART_NAMES)
-        require(0.25 <= self.eval_card_scale <= 1, "task.options.eval_card_scale", self.eval_card_scale, "must be in 0.25..1")
+        for key, arts in (("eval_art", [self.eval_art]), ("train_arts", self.train_arts)):
+            for art in arts or [""]:
+                require_choice(f"task.options.{key}", art, CARD_ART_NAMES)
+        for key, scales in (("eval_card_scale", [self.eval_card_scale]), ("train_card_scales", self.train_card_scales)):
+            for scale in scales or [0.0]:
+                require(0.25 <= scale <= 1, f"task.options.{key}", scale, "must be in 0.25..1")
+
+    @property
+    def eval_style(self) -> tuple[str, float]:
+        """Card art and card size in evaluations."""
+        return self.eval_art, self.eval_card_scale
+
+    def draw_train_style(self, rng: random.Random) -> tuple[str, float]:
+        """Return a random card art and card size for training."""
+        return rng.choice(self.train_arts), rng.choice(self.train_card_scales)
 
 
 @dataclass
@@ -101,8 +120,8 @@ class Points24Options(CardOptions):
     eval_target: int = 24
     """Target number in evaluations (1..100); training uses 24."""
     thoughts: str = "formula"
-    """Thoughts of demonstrations: formula writes the formula; search writes a search for it, and then
-    the formula."""
+    """Thoughts of demonstrations: formula writes the formula; search writes a search for it, and
+    then the formula."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

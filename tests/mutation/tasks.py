@@ -25,6 +25,27 @@ MUTANTS = (
         "tests/tasks/test_formula_search.py",
     ),
     Mutant(
+        "demonstrations have the card art of evaluations",
+        "megatron_rl/tasks/gym_cards/points_task.py",
+        "draw_state(self.rules, plan.state, plan.style)",
+        "draw_state(self.rules, plan.state, self.options.eval_style)",
+        "tests/tasks/test_card_evaluations.py -k listed_styles",
+    ),
+    Mutant(
+        "all hands of training have the first card art",
+        "megatron_rl/config/task_options.py",
+        "rng.choice(self.train_arts), rng.choice(self.train_card_scales)",
+        "self.train_arts[0], rng.choice(self.train_card_scales)",
+        "tests/tasks/test_card_evaluations.py -k listed_styles",
+    ),
+    Mutant(
+        "games of Blackjack ignore the card art of training",
+        "megatron_rl/tasks/gym_cards/blackjack_task.py",
+        "draw_state(game.state, style)",
+        "draw_state(game.state)",
+        "tests/tasks/test_card_evaluations.py -k listed_styles",
+    ),
+    Mutant(
         "thoughts leave out the search",
         "megatron_rl/tasks/gym_cards/points_task.py",
         """thoughts = f"{plan.search} {''.join(plan.tokens)}{rules.target}".lstrip()""",

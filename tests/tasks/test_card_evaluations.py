@@ -4,21 +4,25 @@ figures and simulated games."""
 import asyncio
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 import gymnasium
 import numpy as np
 import pytest
+from PIL import Image
 
 from megatron_rl.rollout.task import Task
-from megatron_rl.tasks.gym_cards.blackjack import hand_total
+from megatron_rl.tasks.gym_cards import blackjack, points
+from megatron_rl.tasks.gym_cards.blackjack import BlackjackState, hand_total
 from megatron_rl.tasks.gym_cards.blackjack_table import POSITIONS, Position, best_policy
 from megatron_rl.tasks.gym_cards.cards import Card
 from megatron_rl.tasks.gym_cards.number_line import NumberLine
+from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24, PointsState
 from megatron_rl.tasks.gym_cards.solvers import find_solution
 from megatron_rl.types import Example, Rollout, ToolCall, Turn
-from tests.support.card_games import build_card_task, play_replies
+from tests.support.card_games import build_card_task, image_and_text, play_replies
 
 
 def test_blackjack_is_asked_in_every_position() -> None:
@@ -115,10 +119,12 @@ def test_blackjacks_rules_are_those_of_its_evaluation() -> None:
         assert found["sab"][name] - found[""][name] == pytest.approx(more * chance * (at_21 - chance), abs=1e-12), name
 
 
-def test_points24_says_how_many_of_the_solvable_are_solved() -> None:
-    """The metric is the solved share of the solvable hands. Evaluations read formulas strictly even
-    if training does not: an adjacent 2 and 4 are not a 24."""
-    task = build_card_task("points24", legacy_rules=True)
+@pytest.mark.parametrize("thoughts", ["formula", "search"])
+def test_points24_says_how_many_of_the_solvable_are_solved(thoughts: str) -> None:
+    """The metric is the solved share of the solvable hands, with or without a search for them.
+    Evaluations read formulas strictly even if training does not: an adjacent 2 and 4 are not a
+    24."""
+    task = build_card_task("points24", legacy_rules=True, thoughts=thoughts, eval_hands=300)
     examples = task.examples("eval")
     won = [
         Rollout(task="points24", example_id=each.id, group=number, sample_index=0, reward=10.0 * (number % 3 == 0))
@@ -127,7 +133,7 @@ def test_points24_says_how_many_of_the_solvable_are_solved() -> None:
     could = [
         number for number, each in enumerate(examples) if find_solution(tuple(Card.from_name(card).value for card in each.payload["cards"]))
     ]
-    assert 50 < len(could) < 100
+    assert 150 < len(could) < 300
     share = sum(number % 3 == 0 for number in could) / len(could)
     assert task.extra_metrics(examples, won) == {"invalid": 0.0, "success_of_solvable": pytest.approx(share)}
     hand = {"cards": ["2H", "4S", "AD", "AC"], "look": ("large", 1.0), "target": 24}
@@ -160,3 +166,43 @@ def test_evaluations_may_look_otherwise_and_training_does_not() -> None:
     game = NumberLine(max_number=9)
     game.reset(options={"current": 9, "target": 0})
     assert [game.step(1)[3] for _ in range(18)] == [False] * 17 + [True]
+
+
+STYLES = [(art, scale) for art in ("classic", "night") for scale in (0.5, 0.8)]
+
+
+def find_style(name: str, image: Image.Image, cards: list[str], formula: str) -> tuple[str, float]:
+    """Return the only one of STYLES in which the drawing of a state equals an image."""
+    hand = tuple(map(Card.from_name, cards))
+    if name == "blackjack":
+        drawings = [blackjack.draw_state(BlackjackState(hand[1:], hand[:1]), style) for style in STYLES]
+    else:
+        rules = EZPOINTS if name == "ez_points" else POINTS24
+        drawings = [points.draw_state(rules, PointsState(hand, (formula,) if formula else ()), style) for style in STYLES]
+    (place,) = [place for place, drawing in enumerate(drawings) if drawing.tobytes() == image.tobytes()]
+    return STYLES[place]
+
+
+@pytest.mark.parametrize("name", ["ez_points", "points24", "blackjack"])
+def test_training_draws_cards_in_the_listed_styles(name: str) -> None:
+    """Each training hand has one of the listed styles in all of its turns, and all styles occur.
+    Demonstrations have other images, but the same responses. Evaluations do not change."""
+    plain, varied = build_card_task(name), build_card_task(name, train_arts=["classic", "night"], train_card_scales=[0.5, 0.8])
+    seen = Counter()
+    for example in varied.examples("train")[:60]:
+        cards = example.payload.get("cards") or [example.payload["dealer"], *example.payload["player"]]
+        (first,) = asyncio.run(varied.env(example).reset(0))
+        style = find_style(name, first["content"][0]["image"], cards, "")
+        seen[style] += 1
+        if name != "blackjack":
+            token = str(Card.from_name(cards[0]).value)
+            (step,) = play_replies(varied, example, [json.dumps({"action": token})])
+            assert find_style(name, step.messages[0]["content"][0]["image"], cards, token) == style
+    assert set(seen) == set(STYLES)
+    one, two = (task.demonstrations("correct", num=40, seed=3) for task in (plain, varied))
+    assert [each.messages[1] for each in one] == [each.messages[1] for each in two]
+    assert all(image_and_text(a.messages[0])[0] != image_and_text(b.messages[0])[0] for a, b in zip(one, two, strict=True))
+    assert plain.examples("eval") == varied.examples("eval")
+    for key, value in (("train_arts", []), ("train_arts", ["gold"]), ("train_card_scales", [0.1]), ("train_card_scales", [])):
+        with pytest.raises(ValueError, match=f"^task.options.{key}="):
+            build_card_task(name, **{key: value})

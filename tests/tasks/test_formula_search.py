@@ -12,7 +12,7 @@ from megatron_rl.tasks.gym_cards.expressions import evaluate
 from megatron_rl.tasks.gym_cards.points import POINTS24
 from megatron_rl.tasks.gym_cards.search import write_search
 from megatron_rl.tasks.gym_cards.solvers import find_solution, hand_probabilities
-from tests.tasks.test_card_tasks import build_card_task
+from tests.support.card_games import build_card_task
 
 MOVE = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)((?: \d+)*)(?: ([yn]))?\.")
 

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,6 +61,14 @@ def write_reply(state: BlackjackState, action: int) -> str:
     points, is_soft, up = get_position(state)
     cards = " ".join(card.symbol for card in state.player)
     return json.dumps({"thoughts": f"{cards}: {'soft ' if is_soft else ''}{points} against {up}", "action": ACTIONS[action]})
+
+
+class PlannedTurn(NamedTuple):
+    """Turn of a demonstration: state of the game, index of the action and style of the cards."""
+
+    table: BlackjackState
+    action: int
+    style: CardStyle
 
 
 class PositionEnv(Env):
@@ -116,14 +125,14 @@ class BlackjackTask(GameTask):
         """Return a new environment: a game for the train split, a single position for eval."""
         if "position" in example.payload:
             player, up = map(Card.from_name, example.payload["player"]), Card.from_name(example.payload["dealer"])
-            look = (self.options.eval_art, self.options.eval_card_scale)
-            return PositionEnv(BlackjackState(tuple(player), (up,)), style=look, options=self.options)
+            return PositionEnv(BlackjackState(tuple(player), (up,)), style=self.options.eval_style, options=self.options)
+        style = self.options.draw_train_style(random.Random(example.id))
         game = Blackjack(natural=self.options.natural, sab=self.options.sab, symbolic=True)
 
         def show() -> StateView:
             assert game.state is not None
             name = f"{' '.join(map(str, game.state.player))} against {game.state.dealer[0]}"
-            return StateView(draw_state(game.state), PROMPT, name)
+            return StateView(draw_state(game.state, style), PROMPT, name)
 
         return GameEnv(game, example.payload, actions=ACTIONS, options=self.options, view_state=show)
 
@@ -155,7 +164,7 @@ class BlackjackTask(GameTask):
         """Maps each position to the action with the highest expected return."""
         return best_policy()
 
-    def demonstrations(self, split: str, *, num: int, seed: int) -> LazyTranscripts[tuple[BlackjackState, int]]:
+    def demonstrations(self, split: str, *, num: int, seed: int) -> LazyTranscripts[PlannedTurn]:
         """Return single-turn demonstrations from complete games with suits of the train split.
 
         A larger `num` with the same seed returns the same demonstrations, followed by additional
@@ -168,8 +177,10 @@ class BlackjackTask(GameTask):
         require_choice("sft.splits", split, self.demonstration_splits)
         dice, error = np.random.default_rng(seed), BIASED_ERROR if split == "biased" else 0.0
         starts = deal_starts(np.random.default_rng((seed, 1)), is_held_out=False)
+        style_dice = random.Random(f"style {seed}")
         turns = (turn for start in starts for turn in self._play_game(start, dice, error=error))
-        return LazyTranscripts(list(islice(turns, num)), _write_transcript)
+        plans = [PlannedTurn(*turn, self.options.draw_train_style(style_dice)) for turn in islice(turns, num)]
+        return LazyTranscripts(plans, _write_transcript)
 
     def _play_game(self, start: tuple[Card, ...], rng: np.random.Generator, *, error: float) -> list[tuple[BlackjackState, int]]:
         up, *player = start
@@ -227,9 +238,8 @@ def _draw_suits(values: Sequence[int], rng: random.Random) -> tuple[Card, ...]:
             return cards
 
 
-def _write_transcript(plan: tuple[BlackjackState, int]) -> list[Message]:
-    table, action = plan
+def _write_transcript(plan: PlannedTurn) -> list[Message]:
     return [
-        make_user_message(draw_state(table), PROMPT),
-        {"role": "assistant", "content": [{"type": "text", "text": write_reply(table, action)}]},
+        make_user_message(draw_state(plan.table, plan.style), PROMPT),
+        {"role": "assistant", "content": [{"type": "text", "text": write_reply(plan.table, plan.action)}]},
     ]

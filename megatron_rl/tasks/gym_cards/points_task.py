@@ -29,6 +29,7 @@ from megatron_rl.tasks.gym_cards.points import (
     EZPOINTS,
     POINTS24,
     RANK_TOKENS,
+    CardStyle,
     PointsGame,
     PointsRules,
     PointsState,
@@ -79,6 +80,7 @@ class FormulaPlan(NamedTuple):
     num_written: int
     search: str = ""
     """Text of the search that found the formula; empty if the demonstrator does not search."""
+    style: CardStyle = ("large", 1.0)
 
     @property
     def state(self) -> PointsState:
@@ -132,7 +134,7 @@ class PointsTask(GameTask):
     def make_example(self, name: str, cards: Sequence[Card], *, split: str, probability: float | None = None) -> Example:
         """Return the example for a hand, with the rules and the card style of the split."""
         is_eval = split == "eval"
-        look = (self.options.eval_art, self.options.eval_card_scale) if is_eval else ("large", 1.0)
+        look = self.options.eval_style if is_eval else self.options.draw_train_style(random.Random(name))
         rules = self.eval_rules if is_eval else self.rules
         payload = {"cards": list(map(str, cards)), "target": rules.target, "legacy_rules": rules.is_legacy, "look": look}
         return Example(id=name, payload=payload, probability=probability)
@@ -140,6 +142,9 @@ class PointsTask(GameTask):
     def example_rules(self, example: Example) -> PointsRules:
         """Return the game rules that apply to an example."""
         return replace(self.rules, target=example.payload["target"], is_legacy=example.payload["legacy_rules"])
+
+    def _rules_and_cards(self, example: Example) -> tuple[PointsRules, tuple[Card, ...]]:
+        return self.example_rules(example), tuple(map(Card.from_name, example.payload["cards"]))
 
     def env(self, example: Example) -> GameEnv:
         """Return a new environment for one hand."""
@@ -170,6 +175,7 @@ class PointsTask(GameTask):
         """
         require_choice("sft.splits", split, self.demonstration_splits)
         hands, dice = self.deal_training_hands(np.random.default_rng(seed)), random.Random(seed)
+        style_dice = random.Random(f"style {seed}")
         plans: list[FormulaPlan] = []
         while len(plans) < num:
             cards = next(hands)
@@ -177,7 +183,7 @@ class PointsTask(GameTask):
             if tokens:
                 is_wrong = self.rules.card_number(cards[0]) <= BIASED_MAX_FIRST_NUMBER and dice.random() < BIASED_ERROR
                 tokens = corrupt_formula(tokens) if split == "biased" and is_wrong else tokens
-                plans.append(FormulaPlan(cards, tokens, dice.randrange(len(tokens)), search))
+                plans.append(FormulaPlan(cards, tokens, dice.randrange(len(tokens)), search, self.options.draw_train_style(style_dice)))
         return LazyTranscripts(plans, self._write_transcript)
 
     def deal_training_hands(self, rng: np.random.Generator) -> Iterator[tuple[Card, ...]]:
@@ -193,14 +199,14 @@ class PointsTask(GameTask):
 
     def _write_transcript(self, plan: FormulaPlan) -> list[Message]:
         reply = {"role": "assistant", "content": [{"type": "text", "text": write_reply(self.rules, plan)}]}
-        return [make_user_message(draw_state(self.rules, plan.state), write_prompt(self.rules, plan.state)), reply]
+        return [make_user_message(draw_state(self.rules, plan.state, plan.style), write_prompt(self.rules, plan.state)), reply]
 
     def gold_replies(self, example: Example) -> list[str]:
         """Return replies that earn the full reward, one per turn.
 
-        The list is empty if the hand has no solution.
+        The list is empty if the demonstrator finds no formula.
         """
-        rules, cards = self.example_rules(example), tuple(map(Card.from_name, example.payload["cards"]))
+        rules, cards = self._rules_and_cards(example)
         search, tokens = self.solve(rules, cards)
         return [write_reply(rules, FormulaPlan(cards, tokens, place, search)) for place in range(len(tokens))]
 
@@ -292,7 +298,7 @@ class Points24Task(PointsTask):
         return self.deal_hands(rng, is_held_out=False)
 
     def solve(self, rules: PointsRules, cards: Sequence[Card]) -> tuple[str, tuple[str, ...]]:
-        """Return the base class's result or, with task.options.thoughts=search, that of a search."""
+        """Return the formula of the solver or, with task.options.thoughts=search, of a search."""
         if self.options.thoughts == "formula":
             return super().solve(rules, cards)
         search, tokens = write_search(tuple(map(rules.card_number, cards)), rules.target) or ("", ())
@@ -301,5 +307,5 @@ class Points24Task(PointsTask):
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return the base class's metrics and, if any hand is solvable, `success_of_solvable`."""
         figures = super().extra_metrics(examples, rollouts)
-        could = [rollout for rollout in rollouts if self.gold_replies(examples[rollout.group])]
+        could = [rollout for rollout in rollouts if solve_hand(*self._rules_and_cards(examples[rollout.group]))]
         return figures | ({"success_of_solvable": sum(map(self.success, could)) / len(could)} if could else {})
