@@ -12,7 +12,8 @@ A cell is one way to train speaker, listener or both. The seed determines the in
 demonstrations and the rollouts; all seeds use the same images and rounds. At the end of every cell,
 the same games are played on held-out concepts with greedy decoding, once with each of three
 listeners. The partner is the listener that computes the reward. The frozen listener is the
-partner's SFT checkpoint. The stranger is a listener that was trained with another seed. The option
+partner's SFT checkpoint. The stranger is a listener that was trained with another seed. In the
+cells with the suffix _cost, each word of a description costs 0.02 of the speaker's reward. The option
 --tiny works only for the speaker cell: after a single SFT step, a speaker's descriptions are too
 poor for a listener to score.
 """
@@ -28,7 +29,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -38,7 +39,8 @@ from numberline import ROOT
 
 from megatron_rl.evaluation.intervals import wilson_interval
 
-CELLS = ("speaker", "listener", "alternating", "simultaneous")
+CELLS = ("speaker", "listener", "alternating", "simultaneous", "speaker_cost", "simultaneous_cost")
+COST = "_cost"
 ROUNDS, WAIT_S = 2, 600
 SIGHT = ["--min-pixels", "7056", "--max-pixels", "7100", "--max-model-len", "512", "--kv-cache-mib", "64"]
 ALONE = ["services.listener={kind: '', model: '', args: []}", "services.speaker={kind: '', model: '', args: []}"]
@@ -53,6 +55,8 @@ class Home:
     out: Path
     seed: int
     tiny: bool
+    suffix: str = ""
+    """Suffix of the names of RL runs: COST in the cells with a cost, else empty."""
 
     @property
     def folder(self) -> Path:
@@ -61,7 +65,11 @@ class Home:
 
     def of(self, seed: int) -> "Home":
         """Return a copy of these settings with another seed."""
-        return Home(self.out, seed, self.tiny)
+        return replace(self, seed=seed)
+
+    def rl_folder(self, name: str) -> Path:
+        """Return the run directory of an RL run."""
+        return self.folder / f"{name}{self.suffix}"
 
     def words(self, stage: str) -> list[str]:
         """Return the overrides that all runs of a stage (sft or rl) share."""
@@ -71,9 +79,11 @@ class Home:
 
     def run(self, name: str, experiment: str, model: Path, *words: str) -> Path:
         """Run an experiment to its end, unless it is already finished; return its run directory."""
-        stage, folder = "sft" if "_sft_" in experiment else "rl", self.folder / name
-        steps = ["run.steps=1"] if self.tiny and stage == "rl" else []
-        train(folder, f"experiment={experiment}", f"model.path={model}", *self.words(stage), *words, *steps)
+        stage = "sft" if "_sft_" in experiment else "rl"
+        folder = self.folder / name if stage == "sft" else self.rl_folder(name)
+        further = ["run.steps=1"] if self.tiny and stage == "rl" else []
+        further += ["task.options.word_cost=0.02"] if self.suffix and experiment == "lewis_cpu" else []
+        train(folder, f"experiment={experiment}", f"model.path={model}", *self.words(stage), *words, *further)
         load = folder / "load"
         if not load.exists():
             load.write_text(f"{os.getloadavg()[0]:.0f}\n")
@@ -135,9 +145,9 @@ def play(home: Home, cell: str) -> None:
     speaker, listener = home.folder / "speaker_sft" / "final", home.folder / "listener_sft" / "final"
     with serving("listener", listener) as frozen, serving("listener", stranger.folder / "listener_sft" / "final") as other:
         heard = [*ALONE[:1], f"+task.options.held_out_listeners={{frozen: '{frozen}', stranger: '{other}'}}"]
-        {"speaker": alone, "listener": listening, "alternating": alternating, "simultaneous": simultaneous}[cell](
-            home, speaker, listener, frozen, heard
-        )
+        cells = {"speaker": alone, "listener": listening, "alternating": alternating, "simultaneous": simultaneous}
+        suffix = COST if cell.endswith(COST) else ""
+        cells[cell.removesuffix(COST)](replace(home, suffix=suffix), speaker, listener, frozen, heard)
 
 
 def alone(home: Home, speaker: Path, listener: Path, frozen: str, heard: list[str]) -> None:
@@ -177,7 +187,7 @@ def simultaneous(home: Home, speaker: Path, listener: Path, frozen: str, heard: 
 
     After each step, each run sends its weights to a server that the other run queries.
     """
-    if not (home.folder / "simultaneous_speaker" / "eval.json").exists():
+    if not (home.rl_folder("simultaneous_speaker") / "eval.json").exists():
         file, token = home.folder / "services.token", secrets.token_urlsafe(32)
         file.write_text(token)
         taken, asks = ("--trained", "--token-file", str(file)), f"token_file={file}"
@@ -195,8 +205,8 @@ def simultaneous(home: Home, speaker: Path, listener: Path, frozen: str, heard: 
                 listens = beside.submit(home.run, "simultaneous_listener", "lewis_listener_cpu", listener, *words)
                 home.run("simultaneous_speaker", "lewis_cpu", speaker, *own, *sheets(home, "simultaneous"))
                 listens.result()
-    with serving("listener", home.folder / "simultaneous_listener" / "final") as url:
-        judged(home, "simultaneous", home.folder / "simultaneous_speaker" / "final", heard, url)
+    with serving("listener", home.rl_folder("simultaneous_listener") / "final") as url:
+        judged(home, "simultaneous", home.rl_folder("simultaneous_speaker") / "final", heard, url)
 
 
 def judged(home: Home, name: str, speaker: Path, heard: list[str], url: str) -> None:
@@ -212,7 +222,7 @@ def half(home: Home, *, of: int) -> list[str]:
 
 def sheets(home: Home, name: str) -> list[str]:
     """Return the overrides that set the output paths of the final games."""
-    folder = home.folder / "sheets" / name
+    folder = home.rl_folder(f"sheets/{name}")
     return [f"task.options.sheets={folder}", f"task.options.log={folder.with_suffix('.jsonl')}"]
 
 

@@ -361,6 +361,9 @@ class LewisSpeakerOptions(LewisOptions):
 
     parts: list[str] = field(default_factory=lambda: ["accuracy", "format"])
     """Reward terms to sum: any of accuracy, format, length, overlap."""
+    word_cost: float = 0.0
+    """Cost of each word of the description (coarse and detailed part), which is subtracted from the
+    reward."""
     accuracy: str = ""
     """Accuracy reward: binary is 1 if the listener picks the target, soft_gated is the listener's
     reward_score if it picks the target, soft_always is the reward_score of any pick. Empty selects
@@ -390,6 +393,7 @@ class LewisSpeakerOptions(LewisOptions):
             self.accuracy,
             "variant=readme supports only binary accuracy; use task.options.variant=code",
         )
+        require(0 <= self.word_cost < math.inf, "task.options.word_cost", self.word_cost, "must be a finite, non-negative number")
         for part in self.parts:
             require_choice("task.options.parts", part, ("accuracy", "format", "length", "overlap"))
         for name, url in self.held_out_listeners.items():

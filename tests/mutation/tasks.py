@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "words of a speaker cost nothing",
+        "megatron_rl/tasks/lewis/rewards.py",
+        "weight=-word_cost",
+        "weight=0.0",
+        "tests/tasks/test_lewis_tasks.py -k each_word",
+    ),
+    Mutant(
         "a written search judges only the first operator",
         "megatron_rl/tasks/gym_cards/search.py",
         'text += f" {_write_move(move)} n."',

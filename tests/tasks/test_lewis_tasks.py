@@ -152,6 +152,20 @@ def test_overlap_is_asked_for_and_paid(built: tuple[Path, Path]) -> None:
     assert said.reward_terms["picked"] == silent.reward_terms["picked"] and said.reward == pytest.approx(silent.reward - 6 / 7)
 
 
+def test_each_word_has_a_cost(built: tuple[Path, Path]) -> None:
+    """The four words of the coarse part and the six of the detailed part cost 0.02 each. Thoughts
+    cost nothing."""
+    reply = "<thinking>one two three</thinking><coarse>a red wooden mug</coarse><detailed>It has a scratch below rim.</detailed>"
+    with serve_listener(FakeEngineHolder()) as url:
+        free, costly = (task_of("lewis_speaker", built, url, options=LewisSpeakerOptions(word_cost=cost)) for cost in (0.0, 0.02))
+        example = free.examples("train")[0]
+        (without,), (paid,) = scores(free, [(example, reply)]), scores(costly, [(example, reply)])
+    assert without.reward_terms == paid.reward_terms and paid.reward_terms["words"] == 10
+    assert without.reward - paid.reward == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="^task.options.word_cost=-1.0: "):
+        LewisSpeakerOptions(word_cost=-1.0)
+
+
 def test_a_row_that_asks_for_state_itself_is_not_asked_twice(built: tuple[Path, Path], tmp_path: Path) -> None:
     """The overlap reward does not extend a prompt that already requests state and location."""
     file = tmp_path / "rows.jsonl"

@@ -21,6 +21,8 @@ The reward of the speaker is the sum of the configured terms:
   between a sentence of the detailed part and the text of the state and location parts. With this
   term, the prompt also asks for the object's state and location.
 
+With `word_cost`, each word of the coarse and detailed parts reduces the reward by this cost.
+
 The reward of the listener is one of the following terms:
 
 - consistency: 1 if the yes-or-no answer is right.
@@ -74,13 +76,14 @@ def make_listener_fn(listener: ListenerClient, read_candidates: Callable[[Reward
 
 def speaker_rubric(
     listener_fn: ListenerFn, *, term_names: Sequence[str], accuracy_mode: str, variant: str, log_prediction: LogPredictionFn,
-    held_out_listeners: Mapping[str, ListenerFn] = MappingProxyType({}),
+    word_cost: float = 0.0, held_out_listeners: Mapping[str, ListenerFn] = MappingProxyType({}),
     record_score: RecordScoreFn = lambda outcome, heard: None,
 ) -> Rubric:  # fmt: skip
     """Return the rubric of the speaker.
 
-    The term `picked` is 1 if the listener picks the target; the episode then counts as solved. The
-    term `words` is the number of words in the description. Both terms have weight 0.
+    The term `picked` is 1 if the listener picks the target; the episode then counts as solved. It
+    has weight 0. The term `words` is the number of words in the description, with weight
+    -`word_cost`.
 
     Args:
         listener_fn: Function that returns the listener's score for a reply.
@@ -88,6 +91,7 @@ def speaker_rubric(
         accuracy_mode: Mode of the term `accuracy`: binary, soft_gated or soft_always.
         variant: Variant of the rewards: readme or code.
         log_prediction: Function that logs each reply with its accuracy reward.
+        word_cost: Cost of each word.
         held_out_listeners: Functions that return the scores of held-out listeners, keyed by
             listener name. Each function adds a term of weight 0, which is computed only on held-out
             games.
@@ -115,13 +119,13 @@ def speaker_rubric(
         "length": _make_text_reward(lambda text, category: length_reward(text, category=category, variant=variant)),
         "overlap": _make_text_reward(lambda text, category: overlap_reward(text, category=category)),
     }
-    told = {
-        "picked": picked,
-        "words": _make_text_reward(count_words),
-        **{name: witness(hears) for name, hears in held_out_listeners.items()},
+    terms = {
+        "picked": RewardTerm(picked, weight=0.0),
+        "words": RewardTerm(_make_text_reward(count_words), weight=-word_cost),
+        **{name: RewardTerm(witness(hears), weight=0.0) for name, hears in held_out_listeners.items()},
+        **{name: RewardTerm(functions[name]) for name in term_names},
     }
-    counted = {name: RewardTerm(functions[name]) for name in term_names}
-    return Rubric(terms={**{name: RewardTerm(reward, weight=0.0) for name, reward in told.items()}, **counted}, solved_term="picked")
+    return Rubric(terms=terms, solved_term="picked")
 
 
 def is_held_out(example_id: str) -> bool:

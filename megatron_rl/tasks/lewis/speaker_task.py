@@ -54,7 +54,7 @@ class LewisSpeakerTask(Task):
         self.contact_sheets = ContactSheets(Path(options.sheets)) if options.sheets else None
         self.rubric = speaker_rubric(
             make_listener_fn(self.listener, read_candidates), term_names=options.parts, accuracy_mode=options.accuracy_mode,
-            variant=options.variant, log_prediction=self.log,
+            variant=options.variant, log_prediction=self.log, word_cost=options.word_cost,
             held_out_listeners={name: make_listener_fn(client, read_candidates) for name, client in self.held_out_listeners.items()},
             **({"record_score": self.contact_sheets.record} if self.contact_sheets else {}),
         )  # fmt: skip
