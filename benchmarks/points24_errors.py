@@ -8,6 +8,7 @@ with thoughts in the form of task.options.thoughts=search. The stages are, in th
 
 - invalid: the reply is no JSON object with the four fields, or the thoughts have another form.
 - reading: `cards` or `current formula` differ from the picture.
+- numbers: the numbers at the start of the search are not those of the cards.
 - arithmetic: a move of the search has a wrong result, or wrong remaining numbers.
 - verdict: the search says wrongly that the target can or cannot be made from the remaining numbers.
 - formula: the formula after the search is not 24 with the hand's numbers.
@@ -23,12 +24,11 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from megatron_rl.observe.rollout_store import read_rollouts
 from megatron_rl.tasks.gym_cards.cards import Card
 from megatron_rl.tasks.gym_cards.expressions import evaluate
 from megatron_rl.tasks.gym_cards.search import can_make
 
-STAGES = ("invalid", "reading", "arithmetic", "verdict", "formula", "continuation", "right")
+STAGES = ("invalid", "reading", "numbers", "arithmetic", "verdict", "formula", "continuation", "right")
 MOVE = re.compile(r" (\d+)([-+*/])(\d+)=(\d+)((?: \d+)*)( [yn])?\.")
 TOKEN = re.compile(r"\d+|[-+*/()]")
 
@@ -52,8 +52,10 @@ def find_first_mistake(cards: tuple[Card, ...], formula: str, reply: str, *, tar
     except (ValueError, KeyError, TypeError, AttributeError):
         return "invalid"
     numbers = tuple(sorted((card.value for card in cards), reverse=True))
-    if shown != ([card.symbol for card in cards], formula) or listed != numbers:
+    if shown != ([card.symbol for card in cards], formula):
         return "reading"
+    if listed != numbers:
+        return "numbers"
     mistake = _check_moves(numbers, moves, target)
     if mistake:
         return mistake
@@ -88,21 +90,20 @@ def count_mistakes(folder: Path) -> dict[str, Counter[str]]:
     """Return the number of replies per stage, for all turns and for first turns.
 
     Raises:
-        ValueError: The folder has no recorded rollouts of evaluations.
+        ValueError: The folder has no recorded rollouts of an evaluation.
     """
     counts: dict[str, Counter[str]] = {"all turns": Counter(), "first turns": Counter()}
-    files = sorted(folder.glob("eval*.parquet"))
+    files = sorted(folder.glob("step_*.jsonl"))
     if not files:
-        raise ValueError(f"{folder}: has no eval*.parquet; use the folder rollouts of a run")
-    for path in files:
-        for rollout in read_rollouts(path, with_images=False):
-            for number, turn in enumerate(rollout.turns):
-                *names, formula = turn.state.split(" ", 4)
-                cards = tuple(map(Card.from_name, names))
-                if can_make(tuple(sorted((card.value for card in cards), reverse=True)), 24):
-                    stage = find_first_mistake(cards, formula, turn.text)
-                    counts["all turns"][stage] += 1
-                    counts["first turns"][stage] += not number
+        raise ValueError(f"{folder}: has no step_*.jsonl; use the folder rollouts of launch/evaluate.py")
+    for line in (line for path in files for line in path.read_text().splitlines()):
+        for number, turn in enumerate(json.loads(line)["rollout"]["turns"]):
+            *names, formula = turn["state"].split(" ", 4)
+            cards = tuple(map(Card.from_name, names))
+            if can_make(tuple(sorted((card.value for card in cards), reverse=True)), 24):
+                stage = find_first_mistake(cards, formula, turn["text"])
+                counts["all turns"][stage] += 1
+                counts["first turns"][stage] += not number
     return counts
 
 

@@ -31,7 +31,7 @@ def change_thoughts(old: str, new: str) -> dict[str, str]:
         (change_thoughts("n. 4/2", "? 4/2"), "invalid"),
         ({"cards": ["10", "4", "2", "8"]}, "reading"),
         ({"current formula": "7"}, "reading"),
-        (change_thoughts("10 7 4 2:", "10 7 4 3:"), "reading"),
+        (change_thoughts("10 7 4 2:", "10 7 4 3:"), "numbers"),
         (change_thoughts("10/2=5 7 5 4", "10/2=4 7 4 4"), "arithmetic"),
         (change_thoughts("7*2=14 14 10", "7*2=14 14 2"), "arithmetic"),
         (change_thoughts("10/2=5 7 5 4", "9/3=3 7 5 4"), "arithmetic"),
