@@ -5,8 +5,8 @@ r"""GRPO and on-policy distillation on NumberLine, with equal starts and numbers
     .venv/bin/python benchmarks/distillation.py --out runs/tiny --tiny --seeds 0  # smoke test
 
 The seed determines the checkpoint's initial weights, the demonstrations and the rollouts. The
-policy starts from the quickstart's warm start of that seed, and the teacher is the quickstart's
-trained policy of that seed. An interrupted run is resumed. Success rates are averages over all 30
+policy starts from the quickstart's warm start of that seed, and the teacher, which only some cells
+need, is the quickstart's trained policy of that seed. An interrupted run is resumed. Success rates are averages over all 30
 start states, weighted by the frequency of the states: exact for greedy decoding, and estimated from
 8 episodes per start state at temperature 1.
 """
@@ -16,7 +16,7 @@ import statistics
 from pathlib import Path
 
 from card_games import parse_cell_arguments
-from numberline import run_seed, train
+from numberline import make_nano, run_stage, train
 
 EPISODES = ["run.steps=12", "batch.prompts_per_step=24", "batch.group_size=4"]
 CELLS = {
@@ -33,9 +33,11 @@ TINY = ["run.steps=1", "batch.prompts_per_step=2", "batch.group_size=2", "task.e
 
 
 def run_cell(cell: str, seed: int, out: Path, *, tiny: bool) -> None:
-    """Train the warm start and the teacher of a seed if they are missing, then one cell."""
-    run_seed(seed, 0, [], out, tiny=tiny)
+    """Train the warm start, the teacher if the cell needs it, and the cell, unless they exist."""
     folder = out / f"seed{seed}"
+    run_stage("sft", make_nano(seed, out), folder / "sft", seed=seed, tiny=tiny)
+    if any("{teacher}" in each for each in CELLS[cell]):
+        run_stage("grpo", folder / "sft" / "final", folder / "grpo", seed=seed, tiny=tiny)
     if (folder / cell / "eval.json").exists():
         return
     overrides = [each.format(teacher=folder / "grpo" / "final") for each in CELLS[cell]]

@@ -44,30 +44,36 @@ def run_seed(seed: int, staleness: int, beyond: list[str], out: Path, *, tiny: b
     Existing results are reused, so runs with different staleness limits share the nano checkpoint
     and the SFT warm start.
     """
-    folder = out / f"seed{seed}"
-    if not (folder / "nano").exists():
-        maker = [sys.executable, "tools/data/make_tiny_qwen2_5_vl.py", "--out", str(folder / "nano"), "--seed", str(seed)]
-        subprocess.run(maker, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     row: dict[str, float] = {"seed": seed, "staleness": staleness}
-    folders = {"sft": folder / "sft", "grpo": grpo_folder(out, seed, staleness)}
     asynchronous = [f"run.max_staleness={staleness}", *beyond] if staleness else []
-    start = folder / "nano"
-    for stage, run in folders.items():
-        if not (run / "eval.json").exists():
-            overrides = (TINY[stage] if tiny else []) + (asynchronous if stage == "grpo" else [])
-            seconds = train(f"experiment=numberline_{stage}_cpu", f"model.path={start}", f"run.dir={run}", f"run.seed={seed}", *overrides)
-            (run / "seconds").write_text(f"{seconds:.1f}\n")
-        result = json.loads((run / "eval.json").read_text())
-        row |= {f"{stage} greedy": result["greedy_success"], f"{stage} sampled": result["sampled_success"]}
-        row[f"{stage} s"] = float((run / "seconds").read_text())
-        start = run / "final"
-    steps = [step for step in read_metrics(folders["grpo"] / "metrics.jsonl") if "reward/mean" in step]
+    start, grpo = make_nano(seed, out), grpo_folder(out, seed, staleness)
+    row |= run_stage("sft", start, out / f"seed{seed}" / "sft", seed=seed, tiny=tiny)
+    row |= run_stage("grpo", out / f"seed{seed}" / "sft" / "final", grpo, *asynchronous, seed=seed, tiny=tiny)
+    steps = [step for step in read_metrics(grpo / "metrics.jsonl") if "reward/mean" in step]
     row["gap max"] = max(step["rollout_mismatch/logprob_abs_diff_max"] for step in steps)
     row["s/step"] = statistics.median(step["time/total"] for step in steps)
     row["stale"] = statistics.mean(step.get("rollout/staleness", 0.0) for step in steps)
     row["sync ms"] = 1e3 * statistics.median(step["time/sync"] for step in steps)
     row["outside"] = sum(step["time/unaccounted"] for step in steps) / sum(step["time/total"] for step in steps)
     return row
+
+
+def make_nano(seed: int, out: Path) -> Path:
+    """Return the folder of a seed's nano checkpoint, which is made if it is missing."""
+    folder = out / f"seed{seed}" / "nano"
+    if not folder.exists():
+        maker = [sys.executable, "tools/data/make_tiny_qwen2_5_vl.py", "--out", str(folder), "--seed", str(seed)]
+        subprocess.run(maker, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return folder
+
+
+def run_stage(stage: str, start: Path, run: Path, *overrides: str, seed: int, tiny: bool) -> dict[str, float]:
+    """Run a stage from the model `start` unless it has finished, and return its success and seconds."""
+    if not (run / "eval.json").exists():
+        settings = [f"model.path={start}", f"run.dir={run}", f"run.seed={seed}", *(TINY[stage] if tiny else []), *overrides]
+        (run / "seconds").write_text(f"{train(f'experiment=numberline_{stage}_cpu', *settings):.1f}\n")
+    result, seconds = json.loads((run / "eval.json").read_text()), float((run / "seconds").read_text())
+    return {f"{stage} greedy": result["greedy_success"], f"{stage} sampled": result["sampled_success"], f"{stage} s": seconds}
 
 
 def grpo_folder(out: Path, seed: int, staleness: int) -> Path:
