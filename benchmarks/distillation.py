@@ -28,6 +28,7 @@ CELLS = {
     "grpo_and_merge": ["distill.merge.method=ema"],
     "grpo_and_merge_reward": ["distill.merge.method=ema", "distill.apply_to=reward"],
     "grpo_and_merge_ties": ["distill.merge.method=ties_ema"],
+    "grpo_and_merge_sft": ["distill.merge.method=ties_ema", "distill.apply_to=responses"],
 }
 TINY = ["run.steps=1", "batch.prompts_per_step=2", "batch.group_size=2", "task.eval_samples=1", "task.max_turns=1"]
 

@@ -142,9 +142,14 @@ def make_teacher_term(distill: DistillSettings) -> TeacherTerm | None:
 
 
 def merge_checkpoints_as_teacher(settings: Settings, layout: Layout, policy: Policy) -> None:
-    """Let the merge of the policy's checkpoints become its teacher (distill.merge)."""
+    """Let the merge of the policy's checkpoints become its teacher (distill.merge).
+
+    A teacher that generates responses does so in the rollout engine (Policy.teacher_weights).
+    """
     network = policy.network
     merge = network.merge = CheckpointMerge(network.chunks, settings.distill.merge)
+    if settings.distill.generates_responses:
+        return
     model = TeacherModel(chunks=network.chunks, pipeline=network.pipeline, vocab_size=policy.spec.vocab_size, loaded=merge.loaded)
     term = make_teacher_term(settings.distill)
     policy.make_teacher = lambda: Teacher(model, layout, policy=policy.distribution, term=term)
@@ -197,7 +202,9 @@ def build_rollout_manager(
     manager = RolloutManager(
         task,
         engine=engine, renderer=renderer, trainer=trainer,
-        collectives=RankCollectives(gather_rollouts=image_exchange.gather_rollouts, all_gather=image_exchange.all_gather),
+        collectives=RankCollectives(
+            gather_rollouts=image_exchange.gather_rollouts, all_gather=image_exchange.all_gather, is_local=image_exchange.is_local
+        ),
         episode_settings=episode_settings(settings),
         generation_settings=generation_settings(settings),
         engine_rank=engine_rank, callbacks=callbacks,

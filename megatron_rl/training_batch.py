@@ -12,7 +12,7 @@ from megatron_rl.algo.distill import add_teacher_rewards, compute_distill_coef
 from megatron_rl.algo.gae import values_and_returns
 from megatron_rl.algo.rollout_correction import bypasses
 from megatron_rl.algo.thoughts import scale_thought_logprobs
-from megatron_rl.batching.minibatches import RankShares, add_demonstrations, cut_minibatches
+from megatron_rl.batching.minibatches import RankShares, add_demonstrations, add_responses, cut_minibatches
 from megatron_rl.batching.packing import gather_column, gather_teacher_top
 from megatron_rl.batching.token_stats import write_column
 from megatron_rl.config import AlgoSettings, Settings
@@ -33,6 +33,7 @@ field.
 def prepare_training_batch(
     rollouts: list[Rollout], settings: Settings, policy: Policy, critic: Critic | None = None,
     *, algorithm: Algorithm, fetch_images: Callable[[Mapping[int, Sequence[Image]]], None], step: int,
+    responses: Sequence[TokenSequence] = (),
 ) -> list[list[MicroBatch]]:  # fmt: skip
     """Return the micro-batches for each optimizer update, with all loss inputs set.
 
@@ -50,17 +51,18 @@ def prepare_training_batch(
         fetch_images: Function that makes images available to the ranks that encode them. Its
             argument maps each rank to the images that the rank encodes.
         step: Current step, which is also the weight version before the first update.
+        responses: Responses of the teacher in contexts of the rollouts, the same on every rank.
     """
     algo = settings.algo
     columns = required_columns(settings, algorithm)
     needs_model_outputs = bool(columns)
     if not needs_model_outputs:
         algorithm.advantage_fn(rollouts, algo)
-    demonstrations = policy.demonstrations(step) if policy.demonstrations and settings.distill.data_fraction else []
+    demonstrations = policy.demonstrations(step) if policy.demonstrations and settings.distill.data_fraction else responses
     shares = shard_minibatches(rollouts, settings, policy, keep_zero_advantage=needs_model_outputs, demonstrations=demonstrations)
     ends = final_states(rollouts) if algo.bootstrap_truncated else []
     shares_of_ends = shard_minibatches(ends, settings, policy, keep_zero_advantage=True)
-    fetch_images(images_by_rank([*shares, *shares_of_ends], policy))
+    fetch_images(images_by_rank([*shares, *shares_of_ends], policy, has_responses=bool(responses)))
     minibatches = pack_minibatches(rollouts, shares, settings, policy, step=step)
     compute_logprobs_and_values(minibatches, settings, policy, critic, has_values=algorithm.needs_critic)
     compute_final_values(ends, shares_of_ends, policy, critic or policy)
@@ -83,28 +85,30 @@ def shard_minibatches(
 ) -> list[RankShares]:  # fmt: skip
     """Split the rollouts into mini-batches and shard each mini-batch across data-parallel ranks.
 
-    The demonstrations are divided among the mini-batches.
+    The demonstrations are divided among the mini-batches. With distill.apply_to=responses, they are
+    the teacher's responses.
     Sequences with all-zero advantages are kept if `keep_zero_advantage` is set, or if the objective
     has a KL, entropy or distillation term.
     """
-    algo, batch = settings.algo, settings.batch
-    keeps_all = keep_zero_advantage or algo.kl_coef > 0 or algo.entropy_coef > 0 or settings.distill.has_teacher
-    cut = cut_minibatches(rollouts, batch, keep_zero_advantage=keeps_all)
-    if settings.distill.listed_sources:
-        teacher = [settings.distill.teacher_index(rollout.source) for rollout in rollouts]
+    algo, batch, distill = settings.algo, settings.batch, settings.distill
+    has_term = algo.kl_coef > 0 or algo.entropy_coef > 0 or (distill.has_teacher and not distill.generates_responses)
+    cut = cut_minibatches(rollouts, batch, keep_zero_advantage=keep_zero_advantage or has_term)
+    if distill.listed_sources:
+        teacher = [distill.teacher_index(rollout.source) for rollout in rollouts]
         cut = [[replace(item, teacher=teacher[item.origin[0]]) for item in minibatch if item.origin] for minibatch in cut]
-    cut = add_demonstrations(cut, demonstrations, batch)
+    cut = (add_responses if distill.generates_responses else add_demonstrations)(cut, demonstrations, batch)
     return [policy.shard_across_dp(minibatch, max_tokens=batch.micro_batch_tokens) for minibatch in cut]
 
 
-def images_by_rank(minibatches: Sequence[RankShares], policy: Policy) -> dict[int, list[Image]]:
+def images_by_rank(minibatches: Sequence[RankShares], policy: Policy, *, has_responses: bool) -> dict[int, list[Image]]:
     """Return a map from each rank to the images of rollouts that the rank encodes.
 
-    Every rank has the images of demonstrations.
+    Every rank has the images of demonstrations, but not those of responses in contexts of rollouts
+    (`has_responses`).
     """
     needed: dict[int, list[Image]] = {}
     for each in minibatches:
-        shares = [[[item for item in part if not item.is_demonstration] for part in parts] for parts in each]
+        shares = [[[item for item in part if has_responses or not item.is_demonstration] for part in parts] for parts in each]
         for rank, images in policy.images(shares).items():
             needed.setdefault(rank, []).extend(images)
     return needed

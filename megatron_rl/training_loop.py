@@ -7,6 +7,7 @@ the model computation is sharded.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -27,6 +28,7 @@ from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.replay import RolloutReplay
+from megatron_rl.rollout.teacher_responses import generate_responses, sequences_with_loss
 from megatron_rl.rollout.weight_publisher import WeightPublisher
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.failure_checks import MismatchCheck, check_failures, require_finite
@@ -34,7 +36,7 @@ from megatron_rl.run.history import History
 from megatron_rl.run.record import Run
 from megatron_rl.run.shutdown import StopSignal
 from megatron_rl.training_batch import prepare_training_batch
-from megatron_rl.types import MicroBatch, Rollout
+from megatron_rl.types import MicroBatch, Rollout, TokenSequence
 
 
 def train(
@@ -70,11 +72,13 @@ def train(
             step, rollouts, num_new_batches=num_gen_batches, unfinished_prompts=rollout_manager.scheduler.unfinished_prompt_indices
         )
         step_settings = settings_at_step(run.history, settings, step=step)
+        with timer("teacher") if step_settings.distill.generates_responses else nullcontext():
+            responses = respond_as_teacher(rollouts, step_settings, policy, rollout_manager, step=step)
 
         with timer("update"), rollout_manager.offloaded():
             fetch_images = partial(image_exchange.fetch, rollouts=rollouts)
             minibatches = prepare_training_batch(
-                rollouts, step_settings, policy, critic, algorithm=algorithm, fetch_images=fetch_images, step=step
+                rollouts, step_settings, policy, critic, algorithm=algorithm, fetch_images=fetch_images, step=step, responses=responses
             )
             if algorithm.needs_critic and critic is None and step == settings.critic.warmup_steps > 0:
                 policy.restart_optimizer()  # otherwise AdamW counts the value head's warm-up steps for the backbone
@@ -104,16 +108,38 @@ def train(
                 | value_errors(rollouts, step_settings.algo, algorithm)
             )
             metrics |= rollout_manager.metrics() | publish_metrics
+            if step_settings.distill.generates_responses:
+                metrics["distill/num_responses"] = float(len(responses))
             if settings.run.max_staleness > 0:
                 metrics |= staleness_metrics(rollouts, step=step, num_stale=rollout_manager.num_stale)
             if step_settings.algo.kl_target > 0 and step >= settings.critic.warmup_steps:  # during warm-up no KL term acts on the policy
                 metrics |= adapt_kl(run.history, rollouts, metrics, step_settings.algo)
             run.log_step(step, rollouts, metrics)
-        del rollouts, minibatches, fetch_images, token_stats, update  # free this step's images before the next step loads its own
+        del rollouts, responses, minibatches, fetch_images, token_stats, update  # free this step's images before those of the next
         evaluate_and_record(step, settings, rollout_manager=rollout_manager, run=run, checkpoints=checkpoints)
         stop_signal.check()
         if run.stops_early:
             break
+
+
+def respond_as_teacher(
+    rollouts: list[Rollout], settings: Settings, policy: Policy, rollout_manager: RolloutManager | RolloutReplay, *, step: int
+) -> list[TokenSequence]:
+    """Return the teacher's responses in contexts of the rollouts, with the thoughts as loss mask.
+
+    Returns an empty list unless distill.apply_to=responses. The rollout engine contains the
+    teacher's weights until the weight sync after the update.
+
+    Raises:
+        RunFailed: The engine failed.
+    """
+    if not settings.distill.generates_responses:
+        return []
+    assert isinstance(rollout_manager, RolloutManager), "a replay has no engine"
+    rollout_manager.update_weights(policy.teacher_weights(), version=step)
+    responses = generate_responses(rollout_manager, rollouts, fraction=settings.distill.response_fraction, step=step)
+    check_failures(responses, limit=0.0)
+    return sequences_with_loss(responses)
 
 
 def restore_and_sync(

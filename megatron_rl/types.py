@@ -596,7 +596,8 @@ class MicroBatch:
     """
     is_demonstration: bool = False
     """True if the sequences are demonstrations among the rollouts of a step, on which the policy
-    learns from the teacher alone (distill.data_fraction).
+    learns from the teacher alone (distill.data_fraction), or responses that the teacher generated
+    (distill.apply_to=responses).
     """
     advantage_T: torch.Tensor
     """Advantage of each target; 0 where mask_T is False."""

@@ -8,16 +8,29 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_rl import training_batch, training_loop
 from megatron_rl.algo.algorithms import ALGORITHMS
+from megatron_rl.algo.distill import make_distill_term
+from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.batching import token_stats
 from megatron_rl.batching.minibatches import PackItem, RankShares, balance_costs, pack_costs, split_by_cost
-from megatron_rl.batching.packing import pack
-from megatron_rl.config import AlgoSettings, BatchSettings, CriticSettings, DistillSettings, FilterSettings, RunSettings, Settings
+from megatron_rl.batching.packing import make_loss_inputs, pack
+from megatron_rl.config import (
+    AlgoSettings,
+    BatchSettings,
+    CriticSettings,
+    DistillSettings,
+    FilterSettings,
+    MergeSettings,
+    RunSettings,
+    Settings,
+)
+from megatron_rl.policy.trainable_model import TrainableModel
 from megatron_rl.types import Image, MicroBatch, Rollout, Status, TokenSequence, Turn
 from tests.support.rollout_factory import make_rollout
 
@@ -118,6 +131,16 @@ class CollectsItems(Scripted):
     def images(self, dealt: RankShares) -> dict[int, list[Image]]:
         self.needed = [*getattr(self, "needed", []), *(item for parts in dealt for part in parts for item in part)]
         return {}
+
+
+class ValueHeadStub:
+    """A value head that returns the first hidden number."""
+
+    def __call__(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        return hidden_RH[:, 0]
+
+    def normalize(self, values_R: torch.Tensor) -> torch.Tensor:
+        return values_R
 
 
 class Peers:
@@ -625,3 +648,65 @@ def test_enough_is_as_many_groups_as_a_step_wants_by_the_credit_it_uses() -> Non
             rollouts = made()
             assert training_loop.fills_batch(rollouts, settings, ALGORITHMS[settings.algo.name]) == (kept >= wanted)
             assert rollouts[6].filter_reason == "no_peer"
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "turn_mean", "sequence_mean", "fixed_length"])
+@pytest.mark.parametrize("name", ["reinforce_pp", "ppo"])
+def test_the_gradient_with_responses_is_that_of_two_means(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each of two mini-batches, the loss is that of the rollouts plus COEF times the mean
+    negative log-likelihood of the responses' thoughts, by plain loops over a table of logits. The
+    responses have no value loss, and ranks ask for their images.
+    """
+    monkeypatch.setattr(token_stats, "all_gather_large_object", lambda columns: [columns])
+    spans, responses = [[2000], [2010, 2011], [2020, 2021, 2022]], []
+    for span in spans:
+        responses.append(TokenSequence())
+        responses[-1].extend([5, 6])
+        responses[-1].extend([*span, 7], logprobs=[0.0] * (len(span) + 1))
+        responses[-1].exclude_from_loss(len(span) + 2, len(span) + 3)
+    distill = DistillSettings(merge=MergeSettings(method="mean"), apply_to="responses", coef=COEF)
+    scale = {"loss_scale_factor": 16} if mode == "fixed_length" else {}
+    settings = replace(settings_of(AlgoSettings(name=name), minibatches=2, loss_agg_mode=mode, **scale), distill=distill)
+
+    def gradients(with_responses: bool) -> tuple[list[torch.Tensor], list[int]]:
+        policy, found, denominators = CollectsItems(), [], []
+        minibatches = training_batch.prepare_training_batch(
+            step(), settings, policy, algorithm=ALGORITHMS[name], fetch_images=lambda _: None, step=5,
+            responses=responses if with_responses else (),
+        )  # fmt: skip
+        assert "teacher" not in policy.asked and any(item.is_demonstration for item in policy.needed) == with_responses
+        loss = make_policy_objective(settings.algo, distill=make_distill_term(distill, step=5))
+        for batches in minibatches:
+            table = (torch.arange(3000.0) % 11 / 7).requires_grad_()
+            logprobs, total = table.log_softmax(0), sum(batch.denominator for batch in batches)
+            for batch in batches:
+                rows = make_loss_inputs(batch, batch.row_R, logprobs[batch.target_T[batch.row_R]], torch.zeros(len(batch.row_R)))
+                (loss(rows)[0] / total).backward(retain_graph=True)
+            found.append(table.grad)
+            denominators.append(total)
+        return found, denominators
+
+    (plain, denominators), (mixed, same) = gradients(False), gradients(True)
+    assert denominators == same
+    for place, own in ((0, spans[:2]), (1, spans[2:])):
+        table = (torch.arange(3000.0) % 11 / 7).requires_grad_()
+        nll = -table.log_softmax(0)
+        sums = [nll[span].sum() for span in own]
+        if mode in ("sequence_mean", "turn_mean"):
+            mean = sum(total / len(span) for total, span in zip(sums, own, strict=True)) / len(own)
+        elif mode == "fixed_length":
+            mean = sum(sums) / (len(own) * settings.batch.loss_scale_factor)
+        else:
+            mean = sum(sums) / sum(map(len, own))
+        (COEF * mean).backward()
+        assert (mixed[place] - plain[place] - table.grad).abs().max() <= 1e-5 and table.grad.abs().max() > 1e-3
+
+
+def test_responses_have_no_value_loss() -> None:
+    """Responses have no returns, so that their weight in the value loss is 0; rollouts keep theirs."""
+    batch = pack([PackItem(TokenSequence([5, 6, 7], [0, 1, 1], [0.0] * 3, [-1, 0, 0], []))], image_token_id=NO_IMAGE, positions=straight)
+    batch = replace(batch, old_value_T=torch.ones(3), return_T=torch.zeros(3))
+    for is_demonstration, expected in ((False, [1.0, 1.0]), (True, [0.0, 0.0])):
+        model = SimpleNamespace(network=SimpleNamespace(chunks=[SimpleNamespace(value_head=ValueHeadStub())]))
+        rows = TrainableModel._value_loss_inputs(model, replace(batch, is_demonstration=is_demonstration), batch.row_R, torch.ones(2, 4))
+        assert rows.weight_R.tolist() == expected

@@ -24,6 +24,9 @@ class DistillTerm:
     coef: float
     divergence: Callable[[LossInputs], torch.Tensor]
     """Function (loss inputs) -> divergence of each row [R], or an estimate of it, with gradient."""
+    is_for_responses: bool = False
+    """True if the term is only for responses of the teacher (distill.apply_to=responses), with
+    their negative log-likelihood in place of a divergence."""
 
 
 def check_distill(distill: DistillSettings, *, needs_teacher: bool) -> None:
@@ -58,8 +61,11 @@ def merges_after(settings: Settings, *, step: int) -> bool:
 
 def make_distill_term(distill: DistillSettings, *, step: int) -> DistillTerm | None:
     """Return the term of the loss in a step; None if the loss has none."""
-    if not distill.has_teacher or distill.apply_to != "loss":
+    if not distill.has_teacher or distill.rewards_tokens:
         return None
+    if distill.generates_responses:
+        coef = compute_distill_coef(distill, step=step)
+        return DistillTerm(coef=coef, divergence=negative_log_likelihood, is_for_responses=True)
     divergence = make_estimate(distill) if distill.support == "sampled" else read_divergence
     return DistillTerm(coef=compute_distill_coef(distill, step=step), divergence=divergence)
 
@@ -73,6 +79,11 @@ def make_estimate(distill: DistillSettings) -> Callable[[LossInputs], torch.Tens
         return estimate(rows.logprob_R, rows.teacher_logprob_R)
 
     return divergence
+
+
+def negative_log_likelihood(rows: LossInputs) -> torch.Tensor:
+    """Return the negative log-likelihood of each row."""
+    return -rows.logprob_R
 
 
 def read_divergence(rows: LossInputs) -> torch.Tensor:

@@ -18,6 +18,12 @@ from megatron_rl.config import AlgoSettings
 from megatron_rl.io.histogram import count_in_bins
 from megatron_rl.types import Loss, LossInputs, LossMetrics
 
+DATA_METRICS = ("distill/data_divergence", "distill/data_tokens")
+RESPONSE_METRICS = ("distill/response_nll", "distill/response_tokens")
+"""Metrics of demonstrations, and of the teacher's responses: the sum of their term, and the number
+of their tokens.
+"""
+
 
 def make_policy_objective(
     algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = ALGORITHMS, *, distill: DistillTerm | None = None
@@ -45,7 +51,7 @@ def make_policy_objective(
             loss_R = loss_R + algo.kl_coef * estimate(rows.logprob_R, rows.ref_logprob_R)
         if algo.entropy_coef > 0:
             loss_R = loss_R - algo.entropy_coef * rows.entropy_R
-        if distill is not None:
+        if distill is not None and not distill.is_for_responses:
             loss_R = loss_R + distill.coef * distill.divergence(rows)
         bounds = algorithm.clip_bounds(compared, algo)
         return (rows.weight_R * loss_R).sum(), policy_metrics(rows, correction_R, algo, loss_inputs=compared, bounds=bounds)
@@ -57,13 +63,12 @@ def compute_data_loss(rows: LossInputs, distill: DistillTerm) -> tuple[torch.Ten
     """Return the loss of demonstrations among the rollouts of a step, and its metrics.
 
     The loss is the sum over the demonstrations' tokens of weight * distill_coef * divergence (GKD,
-    arXiv 2306.13649).
+    arXiv 2306.13649), or of weight * distill_coef * negative log-likelihood if they are responses
+    of the teacher (GTR-Turbo, arXiv 2512.13043).
     """
     divergence_R = distill.divergence(rows)
-    sums = {
-        "distill/data_divergence": divergence_R.detach().sum(),
-        "distill/data_tokens": divergence_R.new_tensor(float(divergence_R.numel())),
-    }
+    name, count = RESPONSE_METRICS if distill.is_for_responses else DATA_METRICS
+    sums = {name: divergence_R.detach().sum(), count: divergence_R.new_tensor(float(divergence_R.numel()))}
     return (rows.weight_R * distill.coef * divergence_R).sum(), LossMetrics(sums=sums, maxima={})
 
 

@@ -35,7 +35,7 @@ class PackItem:
     teacher: int = 0
     """Index of the sequence's teacher, as in MicroBatch.teacher."""
     is_demonstration: bool = False
-    """True for a demonstration among the rollouts of a step (distill.data_fraction)."""
+    """True for a demonstration among the rollouts of a step, as in MicroBatch."""
 
     @property
     def num_tokens(self) -> int:
@@ -127,6 +127,22 @@ def add_demonstrations(
     for number, sequence in enumerate(demonstrations if joined else ()):
         items = weigh_sequences([sequence], settings)
         joined[number * len(joined) // len(demonstrations)] += [replace(item, is_demonstration=True) for item in items]
+    return joined
+
+
+def add_responses(
+    minibatches: Sequence[list[PackItem]], responses: Sequence[TokenSequence], settings: BatchSettings
+) -> list[list[PackItem]]:
+    """Add responses of a teacher to the mini-batches of rollouts, in order and as evenly as possible.
+
+    The loss of a mini-batch becomes that of its rollouts plus the mean over its responses, in which
+    a response counts as an episode (batch.loss_agg_mode). They add nothing to the denominator.
+    """
+    joined = []
+    for rollouts, both in zip(minibatches, add_demonstrations(minibatches, responses, settings), strict=True):
+        added = both[len(rollouts) :]
+        share = sum(each.denominator for each in rollouts) / max(sum(each.denominator for each in added), 1)
+        joined.append([*rollouts, *(replace(each, weight=each.weight * share, denominator=0) for each in added)])
     return joined
 
 

@@ -72,7 +72,11 @@ class DistillSettings:
     """Place of the term. loss: a divergence between policy and teacher at each sampled token is
     added to the loss. reward: coef * (teacher logprob - old logprob) is added to each sampled
     token's advantage, which is the policy gradient of the reverse KL divergence without credit for
-    later tokens."""
+    later tokens. responses: the teacher of distill.merge generates responses in the contexts of the
+    policy's turns, and the negative log-likelihood of their thoughts is added to the loss."""
+    response_fraction: float = 1.0
+    """Fraction of the policy's turns in which the teacher generates a response with
+    distill.apply_to=responses."""
     divergence: str = "reverse_kl"
     """Divergence in the loss: reverse_kl (KL(policy || teacher)), forward_kl (KL(teacher ||
     policy)) or jsd (generalized Jensen-Shannon divergence)."""
@@ -93,7 +97,9 @@ class DistillSettings:
     of forward_kl, and near 1, that of reverse_kl."""
 
     def __post_init__(self) -> None:
-        require_choice("distill.apply_to", self.apply_to, ("loss", "reward"))
+        require_choice("distill.apply_to", self.apply_to, ("loss", "reward", "responses"))
+        remedy = "needs a teacher that the rollout engine can load; set distill.merge.method, or use loss or reward"
+        require(self.merge.method != "" or not self.generates_responses, "distill.apply_to", self.apply_to, remedy)
         require_choice("distill.support", self.support, ("full", "top_k", "sampled"))
         require(0 < self.coef < math.inf, "distill.coef", self.coef, "must be a finite, positive number; without a teacher, leave it out")
         final = self.final_coef
@@ -104,7 +110,7 @@ class DistillSettings:
         require(self.top_k >= 1, "distill.top_k", self.top_k, "must be at least 1")
         require(0 <= self.clip < math.inf, "distill.clip", self.clip, "must be a finite, positive number, or 0 to clip nothing")
         require(0 < self.jsd_beta < 1, "distill.jsd_beta", self.jsd_beta, "must be in (0, 1); forward_kl and reverse_kl are its limits")
-        in_loss, remedy = self.apply_to == "loss", "has no effect with distill.apply_to=reward, a reverse KL divergence; leave it out"
+        in_loss, remedy = self.apply_to == "loss", f"has no effect with distill.apply_to={self.apply_to}; leave it out"
         require(in_loss or self.divergence == "reverse_kl", "distill.divergence", self.divergence, remedy)
         require(in_loss or self.support == "full", "distill.support", self.support, remedy)
         require(in_loss or self.clip == 0, "distill.clip", self.clip, remedy)
@@ -126,7 +132,16 @@ class DistillSettings:
         method, remedy = self.merge.method, "is a second teacher next to distill.teacher or distill.server.urls; leave one of them out"
         require(not method or not (self.teacher or self.server.is_used), "distill.merge.method", method, remedy)
 
+        self._check_responses()
         self._check_data_fraction()
+
+    def _check_responses(self) -> None:
+        fraction, key, generates = self.response_fraction, "distill.response_fraction", self.generates_responses
+        require(0 < fraction <= 1, key, fraction, "must be in (0, 1]")
+        remedy = "has no effect without distill.apply_to=responses; leave it out"
+        require(generates or fraction == UNUSED["response_fraction"], key, fraction, remedy)
+        text, remedy = self.privileged_prompt, "is not part of the contexts of distill.apply_to=responses; leave one of them out"
+        require(not generates or not text, "distill.privileged_prompt", text, remedy)
 
     def _check_data_fraction(self) -> None:
         fraction, key, remedy = self.data_fraction, "distill.data_fraction", "must be in [0, 1); for demonstrations alone, use stage=sft"
@@ -136,6 +151,7 @@ class DistillSettings:
             "demonstrations have no data source that names a teacher; use distill.teacher": bool(self.teachers),
             "demonstrations have no fields for distill.privileged_prompt; leave one of them out": bool(self.privileged_prompt),
             "distill.apply_to=reward needs tokens that the policy samples; use loss": self.apply_to == "reward",
+            "distill.apply_to=responses has no divergence, their only term; use loss": self.generates_responses,
             "distill.support=sampled needs tokens that the policy samples; use full or top_k": self.support == "sampled",
         }
         for remedy, is_refused in refused.items():
@@ -148,12 +164,17 @@ class DistillSettings:
     @property
     def has_teacher(self) -> bool:
         """True if the policy learns from a teacher, in this process or on servers."""
-        return self.is_local or self.server.is_used
+        return self.is_local or self.server.is_used or self.generates_responses
+
+    @property
+    def generates_responses(self) -> bool:
+        """True if the rollout engine generates responses with the teacher's weights."""
+        return self.apply_to == "responses"
 
     @property
     def is_local(self) -> bool:
-        """True if the teacher runs in this process, from a directory or merged from checkpoints."""
-        return bool(self.teacher_paths or self.merge.method or self.is_self)
+        """True if a teacher in this process scores the tokens of sequences."""
+        return bool(self.teacher_paths or self.merge.method or self.is_self) and not self.generates_responses
 
     @property
     def is_self(self) -> bool:

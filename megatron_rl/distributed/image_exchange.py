@@ -98,6 +98,10 @@ class ImageExchange:
             rollouts += part
         return rollouts
 
+    def is_local(self, rollout: Rollout) -> bool:
+        """Return True if this rank generated a rollout of the step, and so has its images."""
+        return self._size == 1 or self._rank_by_rollout[rollout.group, rollout.sample_index] == self._rank
+
     def fetch(self, needed: Mapping[int, Sequence[Image]], rollouts: Sequence[Rollout]) -> None:
         """Make the images that each rank needs available on its node until `release` is called."""
         if self._size == 1:

@@ -204,7 +204,8 @@ def rollout_seconds(inputs: StepTimeInputs) -> dict[str, float]:
 
     An engine decodes all its sequences at the same time. All GPUs wait for the longest episode of a
     step. With run.max_staleness, an episode may go on for max_staleness further steps, and the
-    engines prefill the unfinished episodes again after each weight sync.
+    engines prefill the unfinished episodes again after each weight sync. A teacher's responses
+    (distill.apply_to=responses) are assumed to take as long as those of the policy.
     """
     settings, episode = inputs.settings, inputs.episode
     num_batches = settings.run.max_staleness + 1
@@ -216,10 +217,17 @@ def rollout_seconds(inputs: StepTimeInputs) -> dict[str, float]:
     running = mine * episode.sampled_tokens / steps
     # If an engine has more episodes than slots, others run while one waits for a tool.
     waited = episode.num_turns * inputs.speeds.tool_s / num_batches if steps == longest else 0.0
+    decode, prompts = steps * decode_step_seconds(inputs, num_running=running), prefill_seconds(inputs)
     return {
-        "decode": steps * decode_step_seconds(inputs, num_running=running), "tools": waited, "prompts": prefill_seconds(inputs),
-        "resumed": resume_seconds(inputs),
+        "decode": decode, "tools": waited, "prompts": prompts, "resumed": resume_seconds(inputs),
+        "teacher": response_fraction(inputs) * (decode + prompts),
     }  # fmt: skip
+
+
+def response_fraction(inputs: StepTimeInputs) -> float:
+    """Return the fraction of the policy's turns in which the teacher generates a response."""
+    distill = inputs.settings.distill
+    return distill.response_fraction if distill.generates_responses else 0.0
 
 
 def decode_step_seconds(inputs: StepTimeInputs, *, num_running: float) -> float:
@@ -285,12 +293,13 @@ def num_trained_tokens(inputs: StepTimeInputs) -> float:
     """Return the number of tokens that a step trains on.
 
     The prompt of a group is counted once for each micro-batch that contains a part of the group.
-    Other common prefixes are ignored.
+    Other common prefixes are ignored. A teacher's responses, with their contexts, are assumed to
+    have as many tokens as the episodes' turns.
     """
     batch, episode = inputs.settings.batch, inputs.episode
     replies = batch.group_size * (episode.total_tokens - episode.prompt_tokens)
     copies = min(batch.group_size, math.ceil((replies + episode.prompt_tokens) / max(batch.micro_batch_tokens, episode.total_tokens)))
-    return batch.prompts_per_step * (replies + copies * episode.prompt_tokens)
+    return (1 + response_fraction(inputs)) * batch.prompts_per_step * (replies + copies * episode.prompt_tokens)
 
 
 def update_seconds(inputs: StepTimeInputs) -> dict[str, float]:
@@ -434,21 +443,24 @@ def num_held_params(inputs: StepTimeInputs) -> float:
 
 
 def weight_sync_seconds(inputs: StepTimeInputs) -> dict[str, float]:
-    """Return the seconds of a weight sync by part.
+    """Return the seconds of a step's weight syncs by part.
 
-    The new weights are loaded into every engine. Offloaded parameters and gradients are moved to
+    The new weights are loaded into every engine, and before them those of a teacher that generates
+    responses. Offloaded parameters and gradients are moved to
     the host before a rollout and back after it.
     """
     parallel = inputs.settings.parallel
     on_other_ranks = num_trained_experts(inputs.model, inputs.settings, inputs.param_counts) * (1 - 1 / parallel.ep)
     num_gradients = (inputs.num_trained_params - on_other_ranks) / (parallel.tp * parallel.pp)
     away = 2 * (num_held_params(inputs) * inputs.itemsize + GRADIENT_BYTES * num_gradients) if parallel.offload_params else 0
-    return {
+    seconds = {
         "weights": sync_bytes(inputs) / inputs.link_bytes_per_s,
         "tensors": inputs.param_counts.num_tensors * inputs.speeds.tensor_s,
         "offload": away / (inputs.gpu.pcie_bytes_per_s * inputs.speeds.host_share),
         "wake": inputs.speeds.wake_s,
     }
+    num_syncs = 2 if inputs.settings.distill.generates_responses else 1
+    return {name: num_syncs * each for name, each in seconds.items()}
 
 
 def checkpoint_seconds(inputs: StepTimeInputs) -> float:

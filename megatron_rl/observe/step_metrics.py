@@ -176,7 +176,7 @@ def merge_update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     """
     if not updates:
         return {}
-    updates = [add_data_divergence(add_effective_sample_size(update)) for update in updates]
+    updates = [divide_by_data_tokens(add_effective_sample_size(update)) for update in updates]
     first = updates[0]
     values = {name: [update[name] for update in updates] for name in first}
     merged = {name: _max_or_nan(each) if name.endswith("_max") else sum(each) / len(each) for name, each in values.items()}
@@ -188,14 +188,15 @@ def merge_update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     return {**merged, **ratio, **gaps}
 
 
-def add_data_divergence(update: Mapping[str, float]) -> dict[str, float]:
-    """Convert distill/data_divergence to a mean over the demonstrations' tokens, if there are any.
+def divide_by_data_tokens(update: Mapping[str, float]) -> dict[str, float]:
+    """Convert metrics of demonstrations and of responses of a teacher to means over their tokens.
 
-    An update's own value is divided by the number of sampled tokens, as is distill/data_tokens.
+    An update's own values are divided by the number of sampled tokens, as are the token counts.
     """
     metrics = dict(update)
-    if num_tokens := metrics.pop("distill/data_tokens", 0.0):
-        metrics["distill/data_divergence"] /= num_tokens
+    for name, count in (("distill/data_divergence", "distill/data_tokens"), ("distill/response_nll", "distill/response_tokens")):
+        if num_tokens := metrics.pop(count, 0.0):
+            metrics[name] /= num_tokens
     return metrics
 
 

@@ -51,7 +51,12 @@ class ExpertAdapter(nn.Module):
 
     @torch.no_grad()
     def merge_into(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of the experts with the adapters merged in, as a new tensor."""
+        """Return this rank's shard of the experts with the adapters merged in, as a new tensor.
+
+        Disabled adapters are not merged.
+        """
+        if not self.enabled:
+            return weight.clone()
         merged = add_to_experts(weight.flatten(2), self.lora_a, self.lora_b.flatten(2), scale=self.scale)
         return merged.view_as(weight)
 

@@ -113,8 +113,10 @@ class LoraAdapter(nn.Module):
     def merge_into(self, weight: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of the weight with the adapters merged in, as a new tensor.
 
-        The sum is computed in fp32.
+        The sum is computed in fp32. Disabled adapters are not merged.
         """
+        if not self.enabled:
+            return weight.clone()
         return (weight.float() + self.scale * (self._fused_b().float() @ self._stacked_a().float())).to(weight.dtype)
 
 

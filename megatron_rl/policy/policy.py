@@ -249,9 +249,9 @@ class Policy(TrainableModel):
 
     def merge_checkpoint(self) -> None:
         """Add the current weights to the merge of checkpoints, and use the merge as the teacher."""
-        assert self.network.merge is not None and self.make_teacher is not None, "the policy has no merge of checkpoints"
+        assert self.network.merge is not None, "the policy has no merge of checkpoints"
         self.network.merge.add()
-        self.teachers = [self.make_teacher()]
+        self.teachers = [self.make_teacher()] if self.make_teacher is not None else []
 
     def load(self, folder: Path, *, seed: int) -> None:
         """Restore a training state, and the teacher if checkpoints have been merged."""
@@ -270,6 +270,17 @@ class Policy(TrainableModel):
         A tensor may be a view of the live weights.
         """
         return self.hf_iterator.tensors()
+
+    def teacher_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield copies of the weights of the merge of checkpoints (distill.merge), as `hf_weights`.
+
+        The network contains the merge until the iterator is exhausted. Views of its weights would
+        change then, before the receiver loads the last bucket.
+        """
+        assert self.network.merge is not None, "the policy has no merge of checkpoints"
+        with self.network.merge.loaded():
+            for name, tensor in self.hf_iterator.tensors():
+                yield name, tensor.clone()
 
     def save_hf(self, out: Path, *, card: str = "") -> None:
         """Write a complete Hugging Face folder to `out`, atomically.

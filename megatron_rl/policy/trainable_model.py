@@ -52,7 +52,7 @@ class TrainableModel:
             value_R=head(hidden_RH),
             old_value_R=head.normalize(batch.old_value_T[rows_R]),
             return_R=head.normalize(batch.return_T[rows_R]),
-            weight_R=batch.weight_T[rows_R],
+            weight_R=batch.weight_T[rows_R] * (not batch.is_demonstration),  # demonstrations have no returns
             turn_R=turn_ids(rows_R),
         )
 

@@ -129,6 +129,8 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
         _check_teacher_server(settings)
     if settings.distill.data_fraction:
         _check_data_fraction(settings, plugins)
+    if settings.distill.generates_responses:
+        _check_responses(settings)
     method, remedy = settings.distill.merge.method, "merges checkpoints of stage=rl; in stage=sft, use distill.teacher"
     require(settings.stage == "rl" or not method, "distill.merge.method", method, remedy)
     if settings.run.epochs == 0:  # otherwise resolve_epochs checks the number of steps
@@ -247,6 +249,20 @@ def _check_data_fraction(settings: Settings, plugins: Plugins) -> None:
     }
     for remedy, is_refused in refused.items():
         require(not is_refused, "distill.data_fraction", fraction, remedy)
+
+
+def _check_responses(settings: Settings) -> None:
+    """Raise ValueError if the rollout engine cannot generate responses with the teacher's weights."""
+    mode, staleness, replay = settings.engine.mode, settings.run.max_staleness, settings.algo.routing_replay
+    refused = {
+        f"loads the teacher into the engine of this process, and engine.mode={mode} has none; use colocated": mode != "colocated",
+        f"run.max_staleness={staleness} would continue episodes with the teacher's weights; use 0": staleness > 0,
+        "run.mode=replay has no engine for the teacher; use loss or reward": settings.run.mode == "replay",
+        "agents choose stop strings and temperature of each request; use loss or reward": settings.task.name == "agent",
+        "algo.routing_replay=rollout needs experts, which responses do not record; use policy or none": replay == "rollout",
+    }
+    for remedy, is_refused in refused.items():
+        require(not is_refused, "distill.apply_to", settings.distill.apply_to, remedy)
 
 
 VISION_KEYS: Mapping[str, Callable[[ModelSpec], int]] = {

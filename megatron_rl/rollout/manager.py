@@ -52,6 +52,8 @@ class RankCollectives:
 
     gather_rollouts: GatherRolloutsFn = lambda mine: mine or []
     all_gather: AllGatherFn = lambda mine: [mine]
+    is_local: Callable[[Rollout], bool] = lambda _: True
+    """Returns True if this rank's engine generated the rollout."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

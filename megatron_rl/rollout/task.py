@@ -183,6 +183,14 @@ class Task(ABC):
         """
         return ""
 
+    def find_action(self, text: str) -> int | None:
+        """Return the index of the character at which the action of a response begins.
+
+        Used by distill.apply_to=responses, where the thoughts before the action have a loss. Return
+        None if the response has no action, or is not divided; the whole response then has a loss.
+        """
+        return None
+
     def success(self, rollout: Rollout) -> bool:
         """Return True if a scored rollout counts as solved in evaluations."""
         return self.rubric.is_solved(rollout)

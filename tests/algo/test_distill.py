@@ -126,6 +126,8 @@ def test_the_algorithm_has_no_advantages() -> None:
         ({"data_fraction": 0.5, "privileged_prompt": "x"}, "distill.data_fraction=0.5: demonstrations have no fields"),
         ({"support": "sampled", "clip": 0.1}, "distill.clip=0.1: clips the terms of a sum over outcomes"),
         ({"apply_to": "reward", "clip": 0.1}, "distill.clip=0.1: has no effect with distill.apply_to=reward"),
+        ({"apply_to": "responses"}, "distill.apply_to=responses: needs a teacher that the rollout engine can load; set distill.merge"),
+        ({"response_fraction": 0.5}, "distill.response_fraction=0.5: has no effect without distill.apply_to=responses"),
     ],
 )
 def test_bad_settings_are_one_line(given: dict, message: str) -> None:
@@ -153,6 +155,27 @@ def test_settings_that_a_server_cannot_serve(given: dict, refusal: str) -> None:
         DistillSettings(server=server, support="top_k", data_fraction=0.5)
     with pytest.raises(ValueError, match=r"^distill.server.token_file=key: has no effect without distill.server.urls"):
         TeacherServerSettings(token_file="key")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"divergence": "jsd"}, "distill.divergence=jsd: has no effect with distill.apply_to=responses; leave it out"),
+        ({"support": "top_k"}, "distill.support=top_k: has no effect with distill.apply_to=responses; leave it out"),
+        ({"clip": 0.1}, "distill.clip=0.1: has no effect with distill.apply_to=responses; leave it out"),
+        ({"response_fraction": 0.0}, "distill.response_fraction=0.0: must be in (0, 1]"),
+        ({"response_fraction": 1.5}, "distill.response_fraction=1.5: must be in (0, 1]"),
+        ({"privileged_prompt": "x"}, "distill.privileged_prompt=x: is not part of the contexts of distill.apply_to=responses"),
+        ({"data_fraction": 0.5}, "distill.data_fraction=0.5: distill.apply_to=responses has no divergence"),
+    ],
+)
+def test_settings_that_fit_no_responses(given: dict, message: str) -> None:
+    """A teacher that generates responses scores no tokens."""
+    settings = DistillSettings(merge=MergeSettings(method="ties"), apply_to="responses", response_fraction=0.5)
+    assert settings.has_teacher and settings.generates_responses
+    assert not (settings.is_local or settings.has_divergence or settings.rewards_tokens)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        DistillSettings(merge=MergeSettings(method="ties"), apply_to="responses", **given)
 
 
 def test_teachers_by_data_source() -> None:
@@ -224,6 +247,23 @@ def test_the_loss_of_demonstrations_by_hand() -> None:
     assert not metrics.maxima and not metrics.histograms
     updates = [{"policy/ratio": 1.0, "distill/data_divergence": 5.5 / 8, "distill/data_tokens": 2 / 8}]
     assert merge_update_metrics(updates) == {"policy/ratio": 1.0, "distill/data_divergence": 2.75}
+
+
+def test_the_loss_of_responses_by_hand() -> None:
+    """The logprobs -0.5 and -2 with the weights 1 and 2 and the coefficient 0.5 give 2.25; a rollout
+    has the policy's loss alone."""
+    distill = DistillSettings(merge=MergeSettings(method="mean"), apply_to="responses", coef=0.5)
+    rows = make_loss_inputs([0.5, 0.0], [3.0, -1.0], weight=[1.0, 2.0])  # the old logprobs are -1 and -2
+    loss, metrics = make_policy_objective(AlgoSettings(entropy_coef=0.1), distill=make_distill_term(distill, step=0))(
+        replace(rows, is_demonstration=True)
+    )
+    loss.backward()
+    assert (loss.item(), rows.logprob_R.grad.tolist()) == (2.25, [-0.5, -1.0])
+    assert {name: value.item() for name, value in metrics.sums.items()} == {"distill/response_nll": 2.5, "distill/response_tokens": 2.0}
+    updates = [{"policy/ratio": 1.0, "distill/response_nll": 2.5 / 8, "distill/response_tokens": 2 / 8}]
+    assert merge_update_metrics(updates) == {"policy/ratio": 1.0, "distill/response_nll": 1.25}
+    own, plain = (make_policy_objective(AlgoSettings(), distill=term)(rows)[0] for term in (make_distill_term(distill, step=0), None))
+    assert own.item() == plain.item()
 
 
 def test_settings_without_a_teacher_are_refused() -> None:

@@ -161,6 +161,21 @@ def test_a_merge_of_checkpoints_needs_rewards_and_steps(random_model: Path) -> N
             check_settings(settings_of(*given, *overrides), 1)
 
 
+def test_responses_of_a_merge_need_the_engine_of_this_process(random_model: Path) -> None:
+    """The engine gets the teacher's weights in each step, so that it must be here, and idle."""
+    given = (f"model.path={random_model}", "run.dir=there", "task=number_line", "distill.merge.method=ties", "distill.apply_to=responses")
+    check_settings(settings_of(*given), 1)
+    check_settings(settings_of(*given, "algo=ppo", "lora.rank=4"), 1)
+    for overrides, refusal in (
+        (REMOTE, "loads the teacher into the engine of this process, and engine.mode=server has none; use colocated"),
+        (("run.max_staleness=1",), "run.max_staleness=1 would continue episodes with the teacher's weights; use 0"),
+        (("run.mode=replay", "run.eval_every=0", "rollouts.replay_from=a/rollouts"), "run.mode=replay has no engine for the teacher"),
+        (("task.name=agent",), "agents choose stop strings and temperature of each request; use loss or reward"),
+    ):
+        with pytest.raises(ValueError, match=f"^distill.apply_to=responses: {re.escape(refusal)}"):
+            check_settings(settings_of(*given, *overrides), 1)
+
+
 def test_a_teacher_on_servers_needs_sampled_tokens_at_temperature_1(random_model: Path) -> None:
     server = ("distill.server.urls=[http://teacher:8000]", "distill.apply_to=reward")
     given = (f"model.path={random_model}", "run.dir=there", "task=number_line", *server)

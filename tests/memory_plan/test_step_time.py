@@ -10,8 +10,10 @@ import pytest
 
 from megatron_rl.config import (
     BatchSettings,
+    DistillSettings,
     EngineSettings,
     LoraSettings,
+    MergeSettings,
     ModelSettings,
     ParallelSettings,
     PlanSettings,
@@ -241,6 +243,19 @@ def test_sync_and_checkpoint_by_hand(tiny: StepTimeInputs) -> None:
         weight_sync_seconds(away)["offload"] == pytest.approx(2 * (2 * total + 4000) / 2 / 2) and weight_sync_seconds(tiny)["offload"] == 0
     )
     assert checkpoint_seconds(tiny) == pytest.approx((2 * total + 12_000) / 10)
+
+
+def test_the_teachers_responses_by_hand(tiny: StepTimeInputs) -> None:
+    """Responses in half of the turns take half of the time of decoding and of the prompts, add half
+    of the tokens, and need a second weight sync; no forward pass of the teacher is added."""
+    distill = DistillSettings(merge=MergeSettings(method="ema"), apply_to="responses", response_fraction=0.5)
+    case = replace(tiny, settings=replace(tiny.settings, distill=distill))
+    plain, found = rollout_seconds(tiny), rollout_seconds(case)
+    assert plain["teacher"] == 0
+    assert found == {**plain, "teacher": 0.5 * (plain["decode"] + plain["prompts"])}
+    assert num_trained_tokens(case) == 1.5 * num_trained_tokens(tiny)
+    assert weight_sync_seconds(case) == {name: 2 * seconds for name, seconds in weight_sync_seconds(tiny).items()}
+    assert num_forward_passes_before_update(case) == num_forward_passes_before_update(tiny)
 
 
 def test_what_must_scale(tiny: StepTimeInputs) -> None:

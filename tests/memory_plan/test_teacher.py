@@ -115,6 +115,9 @@ def test_a_merge_of_the_policys_checkpoints(method: str, state: int, start: int)
     num = share.num_merged
     assert num == share.num_trained_params == plain.num_trained_params > 3e9
     assert (share.teacher_bytes, share.teacher_output_bytes) == (0, 2 * model.hidden_size * VOCABULARY)
+    responses = replace(settings, distill=DistillSettings(merge=MergeSettings(method=method), apply_to="responses"))
+    (generates,) = compute_model_shares(model, responses, world_size=2)
+    assert generates == replace(share, teacher_output_bytes=0), "the engine is the teacher"
     host, without = (plan_host_memory([each], model, settings, world_size=2, uses_sandbox=False) for each in (share, plain))
     assert host.weight_copy_bytes - without.weight_copy_bytes == (state + start + 2) * num
     assert host.checkpoint_bytes - without.checkpoint_bytes == state * num // 2

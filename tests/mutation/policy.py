@@ -621,4 +621,18 @@ MUTANTS = (
         "        if self.ep_group.size() > 1:\n            for parameter in self.parameters(recurse=False):\n",
         "tests/parity/test_lora_families.py -k experts",
     ),
+    Mutant(
+        "the merged weights change before the engine has them",
+        "megatron_rl/policy/policy.py",
+        "yield name, tensor.clone()",
+        "yield name, tensor",
+        "tests/policy/test_checkpoint_merge.py -k textbooks",
+    ),
+    Mutant(
+        "merged weights get the adapters once more",
+        "megatron_rl/policy/lora.py",
+        "        if not self.enabled:\n            return weight.clone()\n",
+        "",
+        "tests/policy/test_checkpoint_merge.py -k textbooks",
+    ),
 )

@@ -49,12 +49,11 @@ def export(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def export_merged(policy: Policy, merge: CheckpointMerge) -> dict[str, torch.Tensor]:
-    """Return the weights that the network computes with while a merge is loaded."""
-    adapted, policy.hf_iterator.merged = policy.hf_iterator.merged, {}
-    with merge.loaded():
-        found = export(policy)
-    policy.hf_iterator.merged = adapted
-    return found
+    """Return the weights of a merge, which the iterator must copy before it is exhausted."""
+    own, policy.network.merge = policy.network.merge, merge
+    found = dict(list(policy.teacher_weights()))
+    policy.network.merge = own
+    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 def same(tensors: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:

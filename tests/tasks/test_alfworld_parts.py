@@ -211,6 +211,7 @@ def test_games_are_found_in_an_order_of_their_own(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^task.data.train=.*--transcribe"):
         task.demonstrations("correct", num=1, seed=0)
     assert task.gold_replies(train[0]) == []
+    assert (task.find_action('{"thoughts": "", "action": "go"}'), task.find_action("go")) == (17, None)
 
 
 @pytest.mark.usefixtures("without_packages")

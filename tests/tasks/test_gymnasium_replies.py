@@ -103,6 +103,7 @@ def test_several_actions_in_a_turn() -> None:
     assert np.array_equal(pictures_of(message)[0], *pictures_of(first))
     assert np.array_equal(pictures_of(message)[1], frames[3])
     assert [step.action_char for step in steps] == [len("<think>none</think>")] * 2
+    assert (task.find_action(tags("walk, rest, walk")), task.find_action("walk")) == (steps[0].action_char, None)
 
 
 @pytest.mark.parametrize(("invalid", "reward"), [("penalize", -1.0), ("repeat", 0.0)])

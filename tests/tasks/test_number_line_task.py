@@ -182,6 +182,13 @@ def test_moves_pay_as_the_game_says() -> None:
         NumberLineTask(TaskSettings(name="number_line", max_turns=MAX_STEPS + 1))
 
 
+def test_find_action_is_where_a_step_says() -> None:
+    reply = write_reply(STATES[0], 1)
+    (step,) = play(TASK, 0, [reply])
+    assert TASK.find_action(reply) == step.action_char == reply.index('"action"')
+    assert TASK.find_action("no key") is None
+
+
 def read_demonstrations(split: str, num: int) -> list[tuple[tuple[int, int], bool, str]]:
     """Return the state (recovered from the image), whether the action goes the wrong way, and the
     thoughts of each demonstration."""

@@ -237,6 +237,10 @@ class AlfworldTask(Task):
         said = write_reply(turn.thoughts, turn.command) if mistake is None else write_reply(write_thoughts([mistake]), mistake)
         return [make_user_message(draw_text(turn.text), prompt), {"role": "assistant", "content": [{"type": "text", "text": said}]}]
 
+    def find_action(self, text: str) -> int | None:
+        """Return the index of the last `"action"` in a response."""
+        return find_action_start(text)
+
     def gold_replies(self, example: Example) -> list[str]:
         """Return the planner's winning replies, one per turn.
 

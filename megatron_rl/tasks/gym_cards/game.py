@@ -154,6 +154,10 @@ class GameTask(Task):
         ):  # fmt: skip
             require(turns <= steps, key, turns, f"must be at most {steps} (steps per game)")
 
+    def find_action(self, text: str) -> int | None:
+        """Return the index of the last `"action"` in a response."""
+        return find_action_start(text)
+
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return the fraction of replies without a valid action, as the metric `invalid`."""
         return {"invalid": invalid_fraction(rollouts)}

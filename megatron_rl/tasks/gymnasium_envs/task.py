@@ -48,6 +48,14 @@ SOLVED, NOT_SOLVED = "solved", "not solved"
 """Parts of Rollout.reason that state `success` of the info of the last step."""
 
 
+def find_action(text: str, options: GymnasiumOptions) -> int | None:
+    """Return the index of the character at which the action of a reply begins, or None."""
+    if options.reply != "tags":
+        return find_action_start(text)
+    start = text.rfind("<answer>")
+    return None if start == -1 else start
+
+
 def solved_reward(options: GymnasiumOptions) -> RewardFn:
     """Return a reward function that returns 1 for solved episodes and 0 for all other episodes."""
 
@@ -107,8 +115,7 @@ class GymnasiumEnv(Env):
 
     async def step(self, text: str) -> Step:
         """Apply the action in a reply, or the configured effect of an invalid reply."""
-        start = text.rfind("<answer>") if self.options.reply == "tags" else find_action_start(text)
-        return replace(await self._handle_reply(text), action_char=None if start == -1 else start)
+        return replace(await self._handle_reply(text), action_char=find_action(text, self.options))
 
     async def _handle_reply(self, text: str) -> Step:
         actions = self._parse(text)
@@ -225,6 +232,10 @@ class GymnasiumTask(Task):
     def env(self, example: Example) -> GymnasiumEnv:
         """Return a new environment for one seed."""
         return GymnasiumEnv(example.payload["seed"], process_pool=self.process_pool, options=self.options, grammar=self._grammar())
+
+    def find_action(self, text: str) -> int | None:
+        """Return the index of the last `<answer>` or `"action"` in a response."""
+        return find_action(text, self.options)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return the fraction of replies without a valid action, as the metric `invalid`."""
