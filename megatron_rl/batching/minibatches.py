@@ -133,7 +133,7 @@ def add_demonstrations(
 def add_responses(
     minibatches: Sequence[list[PackItem]], responses: Sequence[TokenSequence], settings: BatchSettings
 ) -> list[list[PackItem]]:
-    """Add responses of a teacher to the mini-batches of rollouts, in order and as evenly as possible.
+    """Add responses of a teacher to the mini-batches of rollouts, in order and evenly.
 
     The loss of a mini-batch becomes that of its rollouts plus the mean over its responses, in which
     a response counts as an episode (batch.loss_agg_mode). They add nothing to the denominator.

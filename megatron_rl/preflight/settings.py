@@ -252,7 +252,7 @@ def _check_data_fraction(settings: Settings, plugins: Plugins) -> None:
 
 
 def _check_responses(settings: Settings) -> None:
-    """Raise ValueError if the rollout engine cannot generate responses with the teacher's weights."""
+    """Raise ValueError if the rollout engine cannot respond with the teacher's weights."""
     mode, staleness, replay = settings.engine.mode, settings.run.max_staleness, settings.algo.routing_replay
     refused = {
         f"loads the teacher into the engine of this process, and engine.mode={mode} has none; use colocated": mode != "colocated",

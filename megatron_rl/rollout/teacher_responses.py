@@ -44,14 +44,14 @@ def choose_turns(rollouts: Sequence[Rollout], *, fraction: float, seed: int) -> 
 
 
 def generate_responses(manager: RolloutManager, rollouts: Sequence[Rollout], *, fraction: float, step: int) -> list[Rollout]:
-    """Generate responses in the contexts of a fraction of a step's turns, with the engine's weights.
+    """Generate responses in the contexts of a fraction of a step's turns.
 
     Every engine responds in the contexts of its own rollouts. All ranks must call this together.
 
     Returns:
         A rollout for each rollout with responses, on every rank. Each of its sequences is the
-        context of a turn and the response, of which only the thoughts have a loss (Task.find_action).
-        If the engine fails, the rollout has Status.FAILED.
+        context of a turn and the response, of which only the thoughts have a loss
+        (Task.find_action). If the engine fails, the rollout has Status.FAILED.
 
     Raises:
         GracefulStop: On every rank, if the grace period of an engine ended before it had finished.

@@ -251,8 +251,8 @@ MUTANTS = (
     Mutant(
         "images of final states are not fetched",
         "megatron_rl/training_batch.py",
-        "images_by_rank([*shares, *shares_of_ends], policy)",
-        "images_by_rank(shares, policy)",
+        "images_by_rank([*shares, *shares_of_ends], policy, has",
+        "images_by_rank(shares, policy, has",
         "tests/test_training_loop.py -k final_states",
     ),
     Mutant(

@@ -601,8 +601,8 @@ MUTANTS = (
     Mutant(
         "adapters of experts stay on in the reference's pass",
         "megatron_rl/policy/expert_lora.py",
-        "        if not self.enabled:\n",
-        "        if self.enabled is None:\n",
+        "        if not self.enabled:\n            return output_MO\n",
+        "        if self.enabled is None:\n            return output_MO\n",
         "tests/parity/test_lora_families.py -k experts",
     ),
     Mutant(

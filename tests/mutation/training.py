@@ -146,7 +146,7 @@ MUTANTS = (
     Mutant(
         "ranks ask each other for images of demonstrations",
         "megatron_rl/training_batch.py",
-        "for item in part if not item.is_demonstration]",
+        "for item in part if has_responses or not item.is_demonstration]",
         "for item in part]",
         "tests/test_training_loop.py -k demonstrations_join",
     ),
