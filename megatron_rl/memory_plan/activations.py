@@ -31,6 +31,11 @@ They are the logit and its gradient, in the model's dtype.
 """
 ROUTING_BYTES = 12
 """Bytes that autograd saves for each token and expert of a router: masks, weights and scores."""
+ROUTER_LOSS_BYTES = 8
+"""Bytes that the losses of a router save for each token and expert: logits and their softmax, in fp32.
+"""
+ROUTER_LOSS_TOKEN_BYTES = 12
+"""Bytes that the losses of a router save for each token: logsumexp and two copies of its weight."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -71,6 +76,7 @@ class MicroBatchSize:
 def compute_activation_memory(
     model: ModelSpec, parallel: ParallelSettings, *,
     stage: int, size: MicroBatchSize, max_patches: int, itemsize: int, lora: LoraSettings, frozen: list[str],
+    has_router_losses: bool = False,
 ) -> ActivationMemory:  # fmt: skip
     """Return the activation memory of one micro-batch on a rank of pipeline stage `stage`.
 
@@ -85,10 +91,14 @@ def compute_activation_memory(
         itemsize: bytes per activation value.
         lora: settings of the adapters.
         frozen: names of the frozen modules.
+        has_router_losses: True if the update adds losses of the routers.
     """
     num_tokens = size.num_tokens
     hidden = model.hidden_size * itemsize / (parallel.tp if parallel.sequence_parallel else 1)
     layer_saved, layer_working, layer_again = _decoder_bytes(model, parallel, size=size, itemsize=itemsize, lora=lora)
+    of_losses = router_loss_bytes(model, parallel) if has_router_losses else 0
+    layer_saved += of_losses
+    layer_again += of_losses if parallel.recompute == "full" else 0
     layers = model.num_layers // parallel.pp
     recomputed = (parallel.recompute_num_layers or layers) if parallel.recompute == "full" else 0
     rows = size.kv_ratio * torch.int64.itemsize if size.kv_ratio > 1 else 0
@@ -261,6 +271,18 @@ def _shared_expert_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsi
     hidden = model.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
     num_vectors = 1 if itemsize == torch.float32.itemsize else 2
     return (3 * columns + num_vectors * hidden + 2) * itemsize, hidden * itemsize
+
+
+def router_loss_bytes(model: ModelSpec, parallel: ParallelSettings) -> float:
+    """Return the bytes per token that the losses of a router save; 0 without experts.
+
+    In the backward pass they need no more than the experts, which have released their own temporary
+    tensors by then.
+    """
+    if model.experts is None:
+        return 0.0
+    of_token = ROUTER_LOSS_BYTES * model.experts.num_experts + ROUTER_LOSS_TOKEN_BYTES
+    return of_token / (parallel.tp if parallel.sequence_parallel else 1)
 
 
 def expert_gradient_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int) -> int:

@@ -186,8 +186,9 @@ def _plan_rank(
     optimizer = held.main_weight_bytes if parallel.offload_optimizer else held.main_weight_bytes + held.moment_bytes
     awake = held.param_bytes + held.grad_bytes
     max_patches = settings.model.max_pixels // model.vision.patch_size**2
-    trained = [(model, settings.lora)] + (
-        [(critic_spec(model, settings), settings.critic.lora)] if rank_share.critic_footprint != EMPTY_FOOTPRINT else []
+    has_losses = any((settings.algo.router_aux_loss_coef, settings.algo.router_z_loss_coef))
+    trained = [(model, settings.lora, has_losses)] + (
+        [(critic_spec(model, settings), settings.critic.lora, False)] if rank_share.critic_footprint != EMPTY_FOOTPRINT else []
     )
     given = {
         "stage": rank_share.pp_rank,
@@ -196,9 +197,12 @@ def _plan_rank(
         "frozen": settings.model.frozen,
     }
     passing = max(
-        (compute_activation_memory(each, parallel, lora=lora, size=size, **given) for each, lora in trained for size in sizes),
+        (
+            compute_activation_memory(each, parallel, lora=lora, size=size, has_router_losses=losses, **given)
+            for each, lora, losses in trained for size in sizes
+        ),
         key=lambda found: found.total_bytes,
-    )  # one model trains at a time
+    )  # fmt: skip  # one model trains at a time
     unplanned += rank_share.teacher_output_bytes
     has_head = rank_share.pp_rank == parallel.pp - 1
     compared = _divergence_bytes(model, settings, itemsize=itemsize) if has_head else 0

@@ -22,6 +22,7 @@ from megatron_rl.memory_plan.activations import (
     MicroBatchSize,
     compute_activation_memory,
     decoder_layer_bytes,
+    router_loss_bytes,
     vision_block_bytes,
     vision_merger_bytes,
 )
@@ -33,6 +34,7 @@ from megatron_rl.policy.attention import SharedPromptParams
 from megatron_rl.policy.logprobs import TokenDistribution
 from megatron_rl.policy.optimizer import wrap_with_grad_buffers
 from megatron_rl.policy.parallel import build_layout
+from megatron_rl.policy.router_losses import BatchWeights, LayerLosses, UpdateStatistics
 from megatron_rl.policy.transformer import build_chunks
 from megatron_rl.policy.vision import encode_patches
 from megatron_rl.types import MicroBatch
@@ -265,6 +267,51 @@ def test_a_pass_stays_below_the_plan_and_near_it(
     assert live.peak <= planned
     if num_patches == 4 * num_tokens:
         assert live.peak >= planned * 2 / 3
+
+
+def add_router_losses(chunk: nn.Module, model: ModelSpec, num_tokens: int) -> None:
+    """Let the next passes add both losses of all routers, as RouterLosses does."""
+    assert model.experts is not None
+    update = UpdateStatistics(
+        coef_2=torch.ones(2), count_LE=torch.ones(model.num_layers, model.experts.num_experts, dtype=torch.int64),
+        num_tokens=torch.tensor(num_tokens), denominator=torch.tensor(1.0), sum_2=torch.zeros(2, dtype=torch.float64), is_counting=False,
+    )  # fmt: skip
+    weights = BatchWeights(update, torch.ones(num_tokens, dtype=torch.int64))
+    for number, layer in enumerate(chunk.module.language.decoder.layers):
+        layer.mlp.router.losses = LayerLosses(weights, number)
+
+
+@pytest.mark.parametrize(("family", "recompute"), [("qwen3_vl_moe", "none"), ("qwen3_5_moe", "full")])
+def test_losses_of_routers_keep_what_the_plan_adds(world: None, family: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer with both losses saves as many bytes more as the formula states, except for a few
+    numbers. The peak of a pass grows as planned: by those of four layers, or of one if layers are
+    recomputed.
+    """
+    gpu_kernel_stubs.patch_varlen(monkeypatch)
+    model, num_tokens, parallel = MADE[family](4), 256, ParallelSettings(recompute=recompute, log_probs_chunk_size=1)
+    chunk = build(model, torch.bfloat16, recompute=recompute, frozen=FROZEN)
+    batch, layer = batch_of(num_tokens, num_patches=64), chunk.module.language.decoder.layers[0]
+    known = [*chunk.parameters(), *chunk.module.buffers(), *(buffer.grad_data for buffer in chunk.buffers), batch.patch_PC]
+    rotary = chunk.module.language.rotary_pos_emb(torch.arange(num_tokens).expand(3, 1, -1), chunk.module.config.mrope_section)
+    packed = chunk.module._packed(batch, rotary[:, 0, 0], None)
+    hidden = torch.randn(num_tokens, 1, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    kept, peaks, planned = [], [], []
+    for has_losses in (False, True):
+        if has_losses:
+            add_router_losses(chunk, model, num_tokens)
+        kept.append(kept_by_autograd(chunk, partial(layer, hidden_states=hidden, attention_mask=None, packed_seq_params=packed)))
+        live = Live(known)
+        with megatron_on_cpu(), live:
+            chunk(batch, torch.arange(8)).float().sum().backward()
+        peaks.append(live.peak)
+        planned.append(compute_activation_memory(
+            model, parallel, stage=0, size=MicroBatchSize.full_of_images(num_tokens), max_patches=64, itemsize=2, lora=LoraSettings(),
+            frozen=FROZEN, has_router_losses=has_losses,
+        ).total_bytes)  # fmt: skip
+    added = num_tokens * router_loss_bytes(model, parallel)
+    assert planned[1] - planned[0] == added * (4 if recompute == "none" else 1)
+    assert 0 <= kept[1] - kept[0] - added <= 100
+    assert 0 <= (peaks[1] - peaks[0]) - (planned[1] - planned[0]) <= 500
 
 
 @pytest.mark.parametrize("is_sharing", [False, True])

@@ -183,6 +183,16 @@ def test_adapters_of_divided_experts_are_planned(tmp_path: Path) -> None:
     assert one.num_trained_params == other.num_trained_params == whole
 
 
+def test_losses_of_routers_are_planned(others: Path) -> None:
+    """Each of them adds 76 bytes per token to all four layers: 8 for each of eight experts, and 12."""
+    folder = others / "qwen3_vl_moe"
+    model, plain = read_spec(folder), replace(settings_for(folder), plan=PlanSettings(gpu="h100"))
+    losses = [AlgoSettings(**coef) for coef in ({}, {"router_aux_loss_coef": 1e-3}, {"router_z_loss_coef": 1e-3})]
+    none, *found = (plan_gpu_memory(model, replace(plain, algo=algo), world_size=1) for algo in losses)
+    added = [plan.ranks[0].activations.total_bytes - none.ranks[0].activations.total_bytes for plan in found]
+    assert added == [none.num_tokens * 4 * (8 * 8 + 12)] * 2
+
+
 def test_the_largest_micro_batches_by_hand() -> None:
     """Sequences of up to 1,000 tokens are packed together, so that 2,000 tokens may all be of
     images and have eight keys each. A sequence of 3,000 tokens is packed alone: three images of at

@@ -143,4 +143,25 @@ MUTANTS = (
         'if experts is None or "mlp" in lora.targets:',
         "tests/memory_plan/test_gpu_memory.py -k adapters_of_divided",
     ),
+    Mutant(
+        "losses of routers save one number for each expert",
+        "megatron_rl/memory_plan/activations.py",
+        "ROUTER_LOSS_BYTES = 8\n",
+        "ROUTER_LOSS_BYTES = 4\n",
+        "tests/memory_plan/test_activations.py -k losses_of_routers",
+    ),
+    Mutant(
+        "a layer that is recomputed has no losses of its router",
+        "megatron_rl/memory_plan/activations.py",
+        '    layer_again += of_losses if parallel.recompute == "full" else 0\n',
+        "",
+        "tests/memory_plan/test_activations.py -k losses_of_routers",
+    ),
+    Mutant(
+        "the plan of a run has no losses of routers",
+        "megatron_rl/memory_plan/gpu_memory.py",
+        "trained = [(model, settings.lora, has_losses)]",
+        "trained = [(model, settings.lora, False)]",
+        "tests/memory_plan/test_gpu_memory.py -k losses_of_routers",
+    ),
 )
