@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.config import ParallelSettings
-from megatron_rl.memory_plan.activations import _expert_working_bytes, expert_gradient_bytes
+from megatron_rl.memory_plan.expert_memory import expert_gradient_bytes, expert_working_bytes
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import SUPPORT
@@ -74,7 +74,7 @@ def test_the_memory_of_a_layer_is_planned(found: dict[str, dict], model: Path) -
     """
     whole, divided = (found[name]["memory"] for name in ("whole", "divided"))
     assert abs(sum(saved for saved, _ in divided) - sum(saved for saved, _ in whole)) <= 2 * NUM_TOKENS
-    planned = [NUM_TOKENS * _expert_working_bytes(read_spec(model), ParallelSettings(ep=ep), itemsize=4) for ep in (1, 2)]
+    planned = [NUM_TOKENS * expert_working_bytes(read_spec(model), ParallelSettings(ep=ep), itemsize=4) for ep in (1, 2)]
     gradients = [expert_gradient_bytes(read_spec(model), ParallelSettings(ep=ep), itemsize=4) for ep in (1, 2)]
     assert gradients == [4 * 8 * 128 * 2 * 96, 4 * 4 * 128 * 2 * 96]
     for ranks, working, gradient in zip((whole, divided), planned, gradients, strict=True):

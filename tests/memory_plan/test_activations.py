@@ -22,11 +22,11 @@ from megatron_rl.memory_plan.activations import (
     MicroBatchSize,
     compute_activation_memory,
     decoder_layer_bytes,
-    router_loss_bytes,
     vision_block_bytes,
     vision_merger_bytes,
 )
 from megatron_rl.memory_plan.delta_net_memory import delta_net_bytes
+from megatron_rl.memory_plan.expert_memory import router_loss_bytes
 from megatron_rl.models.hf_config import parse_spec
 from megatron_rl.models.known_models import make_released_config
 from megatron_rl.models.model_spec import ModelSpec

@@ -89,21 +89,21 @@ MUTANTS = (
     ),
     Mutant(
         "an expert saves one row for a token",
-        "megatron_rl/memory_plan/activations.py",
+        "megatron_rl/memory_plan/expert_memory.py",
         "    return experts.top_k * row + max",
         "    return row + max",
         "tests/memory_plan/test_activations.py -k decoder_layer_keeps",
     ),
     Mutant(
         "a shared expert saves only what the router saves of its input",
-        "megatron_rl/memory_plan/activations.py",
+        "megatron_rl/memory_plan/expert_memory.py",
         "(3 * columns + num_vectors * hidden + 2) * itemsize",
         "(3 * columns + hidden + 2) * itemsize",
         "tests/memory_plan/test_activations.py -k gated_attention_keep",
     ),
     Mutant(
         "gradients of rows are counted once for each token",
-        "megatron_rl/memory_plan/activations.py",
+        "megatron_rl/memory_plan/expert_memory.py",
         "return max(experts.top_k * row, experts.top_k * of_output + exchanged)",
         "return max(row, of_output + exchanged)",
         "tests/distributed/test_expert_parallel.py -k memory",
@@ -145,7 +145,7 @@ MUTANTS = (
     ),
     Mutant(
         "losses of routers save one number for each expert",
-        "megatron_rl/memory_plan/activations.py",
+        "megatron_rl/memory_plan/expert_memory.py",
         "ROUTER_LOSS_BYTES = 8\n",
         "ROUTER_LOSS_BYTES = 4\n",
         "tests/memory_plan/test_activations.py -k losses_of_routers",
