@@ -22,13 +22,16 @@ KERNEL_WAITS = {"copy to host in experts.py": 2, "copy to host in torch": 4}
 """Waits of grouped products, in a layer with experts, with and without gradients. Only torch's
 kernels for CPUs read the numbers of rows; tests/cuda/test_full_size.py counts without them."""
 
+SPARSE_LAYERS = {"qwen3_vl_moe": 3, "qwen3_5_moe": 4}
+"""Layers with experts in the models of four layers, by family."""
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for blocks in (2, 4):
         make_checkpoint(folder / str(blocks), preset="nano", init="random", seed=1, layers=blocks, vision_depth=blocks)
-    for family in ("qwen3_5", "qwen3_vl_moe"):
+    for family in ("qwen3_5", *SPARSE_LAYERS):
         make_checkpoint(folder / family, family=family, init="random", seed=1, vision_depth=2)
     return folder
 
@@ -54,11 +57,12 @@ def test_the_host_waits_in_no_micro_batch_and_in_no_layer(blocks: str, case: dic
     assert waits(models / blocks, **case) == Counter(UPDATE_WAITS)
 
 
-def test_a_layer_with_experts_waits_for_the_numbers_of_tokens(models: Path) -> None:
-    """The host waits four times in each of three sparse layers and each micro-batch, as at full size,
-    and in the kernels that replace those of a GPU."""
-    counted = waits(models / "qwen3_vl_moe", micro_batches=2)
-    in_layers = {place: 3 * 2 * count for place, count in (LAYER_WAITS | KERNEL_WAITS).items()}
+@pytest.mark.parametrize("family", SPARSE_LAYERS)
+def test_a_layer_with_experts_waits_for_the_numbers_of_tokens(family: str, models: Path) -> None:
+    """The host waits four times in each sparse layer and each micro-batch, as at full size, and in
+    the kernels that replace those of a GPU; never in a shared expert."""
+    counted = waits(models / family, micro_batches=2)
+    in_layers = {place: SPARSE_LAYERS[family] * 2 * count for place, count in (LAYER_WAITS | KERNEL_WAITS).items()}
     assert counted == Counter(UPDATE_WAITS | in_layers)
 
 
