@@ -262,7 +262,7 @@ def decoder_layer_bytes(
     elif model.family.has_qk_norm:
         norms += 2 * (query + key) * itemsize + 4 * (model.num_heads + model.num_kv_heads) / tp
     # The output of the A of each projection; a token has two in each of its experts.
-    of_mlp = 3 if model.experts is None else max(3, 2 * model.experts.top_k)
+    of_mlp = 3 if model.experts is None else max(3, 2 * model.experts.top_k + 3 * bool(model.experts.shared_ffn_size))
     adapters = lora.rank * ((5 if is_linear else 4) + of_mlp) * itemsize
     return norms + attention + _mlp_bytes(model, parallel, itemsize=itemsize)[0] + adapters
 

@@ -41,6 +41,11 @@ LINEARS = {
         ("mlp.linear_fc1", "mlp.up_proj", 0),
         ("mlp.linear_fc2", "mlp.down_proj", 1),
     ),
+    "shared_expert": (
+        ("mlp.shared_experts.linear_fc1", "mlp.shared_expert.gate_proj", 0),
+        ("mlp.shared_experts.linear_fc1", "mlp.shared_expert.up_proj", 0),
+        ("mlp.shared_experts.linear_fc2", "mlp.shared_expert.down_proj", 1),
+    ),
 }
 """Adapted linear layers of a decoder layer, keyed by part of the layer (layer_parts). Each entry
 consists of Megatron's linear layer, Hugging Face's projection, and the weight dimension that tensor
@@ -52,11 +57,13 @@ def layer_parts(model: ModelSpec, layer: int, targets: Sequence[str]) -> list[st
     """Return the parts of the decoder layer with this global number that the targets select.
 
     The target attention selects the gated delta net in the layers that have one, and the target mlp
-    the experts.
+    the experts, with the shared expert if there is one.
     """
-    attention, mlp = "delta_net" if model.is_linear(layer) else "attention", "experts" if model.is_sparse(layer) else "mlp"
-    parts = {"attention": attention, "mlp": mlp}
-    return [part for target, part in parts.items() if target in targets]
+    attention, mlp = "delta_net" if model.is_linear(layer) else "attention", ["mlp"]
+    if model.is_sparse(layer):
+        mlp = ["experts", "shared_expert"] if model.experts and model.experts.shared_ffn_size else ["experts"]
+    parts = {"attention": [attention], "mlp": mlp}
+    return [part for target, found in parts.items() if target in targets for part in found]
 
 
 def projection_name(module: str) -> str:

@@ -221,8 +221,6 @@ def check_adapter_targets(lora: LoraSettings, model: ModelSpec, *, key: str) -> 
         require(lora.rank % EXPERT_MULTIPLE == 0, f"{prefix}rank", lora.rank, remedy)
         remedy = f"must be 0 for adapters on experts, as in PEFT; or leave mlp out of {key}"
         require(not lora.dropout, f"{prefix}dropout", lora.dropout, remedy)
-        remedy = "adapters on experts of a model with a shared expert are not supported; leave mlp out"
-        require(not model.experts.shared_ffn_size, key, lora.targets, remedy)
 
 
 def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfig) -> None:

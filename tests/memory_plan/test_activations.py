@@ -235,11 +235,10 @@ FILLED = [  # dtype, patches, rank of adapters, frozen parts
 ]  # fmt: skip
 OF_OTHERS = {("none", 2), ("full", 2), ("full", 3), ("none", 4)}
 """Cases that other families run by default: the vision tower with and without recomputation,
-DeepStack without gradients, and layers with adapters. The remaining cases are marked long. Qwen3.5
-with experts has no adapters on experts, which are a default target."""
+DeepStack without gradients, and layers with adapters. The remaining cases are marked long."""
 PASSES = [
     pytest.param(family, recompute, *case, marks=[] if family == "qwen2_5_vl" or (recompute, number) in OF_OTHERS else pytest.mark.long)
-    for family in MADE for recompute in RECOMPUTED for number, case in enumerate(FILLED) if not (family == "qwen3_5_moe" and case[2])
+    for family in MADE for recompute in RECOMPUTED for number, case in enumerate(FILLED)
 ]  # fmt: skip
 
 

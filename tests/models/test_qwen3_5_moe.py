@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
-from transformers import Qwen3_5MoeForConditionalGeneration
+from transformers import AutoModelForImageTextToText, Qwen3_5MoeForConditionalGeneration
 
 from megatron_rl.config import LoraSettings, ParallelSettings
-from megatron_rl.models.adapter_mapping import EXPERT_PARAMETERS
+from megatron_rl.models.adapter_mapping import EXPERT_PARAMETERS, adapter_table
 from megatron_rl.models.decoder import qwen3_5_moe_layer_mappings
 from megatron_rl.models.hf_config import parse_spec, read_spec
 from megatron_rl.models.known_models import load_known_spec, make_released_config
@@ -22,7 +23,12 @@ from megatron_rl.policy.lora import check_adapter_targets
 from megatron_rl.policy.parallel import check_layout
 from megatron_rl.weights.formats.merge_lora import MergedTensors
 from megatron_rl.weights.formats.open_checkpoint import open_source
+from megatron_rl.weights.formats.peft import make_peft_config
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
+from tests.support.hf_reference import write_adapter
+
+LORA = LoraSettings(rank=8, targets=["attention", "mlp", "vision", "projector"])
 
 
 def parse(**text: object) -> ModelSpec:
@@ -119,24 +125,42 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
         check_layout(ParallelSettings(tp=2, sequence_parallel=True), parse(shared_expert_intermediate_size=511), 2)
 
 
-def test_adapters_on_experts_are_refused(tmp_path: Path) -> None:
-    """Adapters on attention, delta nets and the vision tower are not; the merger refuses as well."""
-    check_adapter_targets(LoraSettings(rank=8, targets=["attention", "vision"]), parse(), key="lora.targets")
-    said = r"^lora.targets=\['mlp'\]: adapters on experts of a model with a shared expert are not supported; leave mlp out$"
-    with pytest.raises(ValueError, match=said):
-        check_adapter_targets(LoraSettings(rank=8, targets=["mlp"]), parse(), key="lora.targets")
+def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
+    """PEFT's adapter has the tensors of the name mappings, for experts, the shared expert and all other
+    targets, with the regular expression and the parameters that an exported adapter states. Merged
+    weights equal those of PEFT's merge_and_unload.
+    """
+    make_checkpoint(tmp_path / "model", family="qwen3_5_moe", init="random")
+    adapter, spec = write_adapter(tmp_path / "model", tmp_path / "adapter"), read_spec(tmp_path / "model")
+    check_adapter_targets(LORA, spec, key="lora.targets")
+    vision = [name.removeprefix("visual.") for name in spec.shapes() if name.startswith("visual.")]
+    rows = adapter_table(spec, targets=LORA.targets, vision_names=vision)
+    assert sorted(name for row in rows for name in row.hf_names) == sorted(HfTensors(adapter).specs)
+    assert sum(".shared_expert." in row.hf_names[0] for row in rows) == 4 * 3 * 2
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    stated = make_peft_config(spec, rank=8, alpha=8.0, dropout=0.0, targets=LORA.targets, base="")
+    config = LoraConfig(r=8, target_modules=stated["target_modules"], target_parameters=stated["target_parameters"])
+    ours = {name for name, _ in get_peft_model(deepcopy(base), config).named_parameters() if ".lora_" in name}
+    loaded = PeftModel.from_pretrained(base, adapter)
+    assert ours == {name for name, _ in loaded.named_parameters() if ".lora_" in name}
+    merged = MergedTensors(open_source(tmp_path / "model", spec, key="--checkpoint"), adapter, key="--lora")
+    truth = {canonical_name(name): tensor for name, tensor in loaded.merge_and_unload().named_parameters()}
+    assert merged.specs.keys() == truth.keys() and len(merged.pairs) == len(rows) // 2
+    assert max((merged.read(name) - tensor).abs().max() for name, tensor in truth.items()) <= 1e-6
+
+
+def test_an_adapter_of_other_experts_is_refused(tmp_path: Path) -> None:
+    """If its experts have inputs first, as in a checkpoint of Qwen3-VL, its shapes do not fit."""
     make_checkpoint(tmp_path / "model", family="qwen3_5_moe", init="random")
     base = open_source(tmp_path / "model", read_spec(tmp_path / "model"), key="--checkpoint")
     experts, (num_experts, outputs, inputs) = "model.layers.0.mlp.experts", base.specs["model.layers.0.mlp.experts.down_proj"].shape
     (tmp_path / "adapter").mkdir()
-    halves = {"lora_A": torch.zeros(num_experts * 8, inputs), "lora_B": torch.zeros(outputs, num_experts * 8)}
+    halves = {"lora_A": torch.zeros(num_experts * 8, outputs), "lora_B": torch.zeros(inputs, num_experts * 8)}
     save_file(
         {f"base_model.model.{nested_name(experts)}.{half}.weight": tensor for half, tensor in halves.items()},
         tmp_path / "adapter" / "adapter_model.safetensors",
     )
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": [], "target_parameters": list(EXPERT_PARAMETERS)}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        ValueError, match=rf"adapters on the experts of this model family \({experts}.down_proj\) are not supported; merge "
-    ):
+    with pytest.raises(ValueError, match=rf"with r=8, do not fit the base tensor {experts}.down_proj "):
         MergedTensors(base, tmp_path / "adapter", key="--lora")

@@ -200,6 +200,13 @@ MUTANTS = (
         "tests/models/test_qwen3_5_moe.py -k sizes_and_layers",
     ),
     Mutant(
+        "a shared expert has no adapters",
+        "megatron_rl/models/adapter_mapping.py",
+        'mlp = ["experts", "shared_expert"] if',
+        'mlp = ["experts"] if',
+        "tests/models/test_qwen3_5_moe.py -k adapters_are",
+    ),
+    Mutant(
         "a layer of Qwen3.5 with experts may be dense",
         "megatron_rl/models/config_fields.py",
         '"norm_topk_prob": (True,), "decoder_sparse_step": (1,),',

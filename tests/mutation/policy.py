@@ -417,6 +417,27 @@ MUTANTS = (
         "tests/parity/test_router_losses.py",
     ),
     Mutant(
+        "the z loss is not squared",
+        "megatron_rl/policy/router_losses.py",
+        "logit_TE.logsumexp(-1).square()",
+        "logit_TE.logsumexp(-1)",
+        "tests/parity/test_router_losses.py",
+    ),
+    Mutant(
+        "losses of routers are summed over layers",
+        "megatron_rl/policy/router_losses.py",
+        "losses_2 / (num_layers * update.num_tokens)",
+        "losses_2 / update.num_tokens",
+        "tests/parity/test_router_losses.py",
+    ),
+    Mutant(
+        "every tensor-parallel rank counts its tokens in the losses of routers",
+        "megatron_rl/policy/router_losses.py",
+        "is_first = self._layout.tp_rank == 0 and self._layout.is_first_stage",
+        "is_first = self._layout.is_first_stage",
+        "tests/parity/test_router_losses.py",
+    ),
+    Mutant(
         "updates of the value head alone train the routers",
         "megatron_rl/policy/policy.py",
         "None if value_head_only else self.router_losses",

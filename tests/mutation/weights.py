@@ -151,6 +151,20 @@ MUTANTS = (
         "tests/weights/test_expert_layouts.py",
     ),
     Mutant(
+        "separate experts of every family are transposed",
+        "megatron_rl/weights/formats/expert_layouts.py",
+        'is_transposed = shapes[f"{stem}.gate_up_proj"][-2] == shapes[f"{stem}.down_proj"][-1]',
+        "is_transposed = True",
+        "tests/weights/test_expert_layouts.py -k not_transposed",
+    ),
+    Mutant(
+        "adapters on experts are merged as if all families stored inputs first",
+        "megatron_rl/weights/formats/merge_lora.py",
+        "            if self._has_inputs_first(name):\n",
+        "            if True:\n",
+        "tests/models/test_qwen3_5_moe.py -k adapters_are",
+    ),
+    Mutant(
         "a missing matrix of an expert is not missed",
         "megatron_rl/weights/formats/expert_layouts.py",
         "        check_names(found, wanted,",

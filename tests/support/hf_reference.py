@@ -21,7 +21,8 @@ from tests.support.packed_example import make_example_items
 
 TEMPERATURE = 0.7
 MODULES = (
-    r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|linear_attn\.(in_proj_(qkv|z|b|a)|out_proj)|mlp\.(gate|up|down)_proj)"
+    r"model\.language_model\.layers\.\d+\."
+    r"(self_attn\.(q|k|v|o)_proj|linear_attn\.(in_proj_(qkv|z|b|a)|out_proj)|mlp\.(shared_expert\.)?(gate|up|down)_proj)"
     r"|model\.visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.((gate|up|down)_proj|(linear_)?fc[12]))|merger\.mlp\.(0|2))"
     r"|model\.visual\.(merger|deepstack_merger_list\.\d+)\.linear_fc[12]"
 )
@@ -80,12 +81,11 @@ def sampled_log_softmax(logits: torch.Tensor, banned_ids: list[int]) -> torch.Te
 def write_adapter(model: Path, folder: Path) -> Path:
     """Write an adapter made by PEFT alone.
 
-    B is as large as A, so that no part of the adapter is a no-op. The experts of Qwen3-VL have
-    adapters, of rank 8; those of Qwen3.5 have none.
+    B is as large as A, so that no part of the adapter is a no-op. Experts have adapters, of rank 8.
     """
     torch.manual_seed(0)
     base = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
-    own = {"r": 8, "target_parameters": EXPERTS} if base.config.model_type == "qwen3_vl_moe" else {"r": 4}
+    own = {"r": 8, "target_parameters": EXPERTS} if base.config.model_type in ("qwen3_vl_moe", "qwen3_5_moe") else {"r": 4}
     adapted = get_peft_model(base, LoraConfig(lora_alpha=8, target_modules=MODULES, task_type="CAUSAL_LM", **own))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

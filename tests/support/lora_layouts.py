@@ -100,9 +100,8 @@ def run_layout(models: Path, adapter: Path, out: Path, text: str) -> None:
     renderer, contexts = make_example(model)
     whole = pack(contexts, image_token_id=renderer.image_token_id, positions=read_spec(model).rope_positions, multiple_of=case.tp)
 
-    experts, adapters = read_spec(model).experts, LORA
-    if experts is not None:  # their adapters have no dropout, and a rank of 8
-        adapters = replace(LORA, targets=["attention", "vision", "projector"]) if experts.shared_ffn_size else replace(LORA, rank=8)
+    experts = read_spec(model).experts
+    adapters = replace(LORA, rank=8) if experts else LORA  # adapters of experts have no dropout, and a rank of 8
     # Experts with few tokens have gradients near zero, of which AdamW would multiply the rounding errors.
     optim = OptimSettings(lr=1e-2, eps=1e-6) if experts else OptimSettings(lr=1e-2)
     made: list[Policy] = []

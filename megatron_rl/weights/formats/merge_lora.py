@@ -72,9 +72,10 @@ class MergedTensors:
         a, b = (names[end] for end in HALVES)
         outputs, *inputs = self.specs[target].shape
         rank = self.rank
-        if is_expert_tensor(target):  # [experts, inputs, outputs]
-            self._check_experts(target)
-            rank, inputs, outputs = rank * outputs, inputs[:1], inputs[1]
+        if is_expert_tensor(target):
+            num_experts, *matrix = self.specs[target].shape
+            outputs, inputs = reversed(matrix) if self._has_inputs_first(target) else matrix
+            rank, inputs = rank * num_experts, [inputs]
         sizes = [list(self.adapter.specs[name].shape) for name in (a, b)]
         if sizes != [[rank, *inputs], [outputs, rank]]:
             raise ValueError(
@@ -83,14 +84,10 @@ class MergedTensors:
             )
         return a, b
 
-    def _check_experts(self, target: str) -> None:
-        """Raise ValueError if the experts are stored as [experts, outputs, inputs]."""
+    def _has_inputs_first(self, target: str) -> bool:
+        """Return True if experts are stored as [experts, inputs, outputs], False if outputs are first."""
         stem = target.rpartition(".")[0]
-        if self.specs[f"{stem}.gate_up_proj"].shape[-2] != self.specs[f"{stem}.down_proj"].shape[-1]:
-            raise ValueError(
-                f"{self.adapter.key}={self.adapter.folder}: adapters on the experts of this model family ({target}) are not supported; "
-                "merge the adapter with PEFT itself"
-            )
+        return self.specs[f"{stem}.gate_up_proj"].shape[-2] == self.specs[f"{stem}.down_proj"].shape[-1]
 
     def read(self, name: str) -> torch.Tensor:
         """Return the base model's tensor `name` with the adapter merged in."""
@@ -99,5 +96,8 @@ class MergedTensors:
             return weight
         a, b = (self.adapter.read(half).float() for half in self.pairs[name])
         if is_expert_tensor(name):
-            return add_to_experts(weight, stack_a(a, len(weight)), stack_b(b, len(weight)), scale=self.scale)
+            halves = stack_a(a, len(weight)), stack_b(b, len(weight))
+            if self._has_inputs_first(name):
+                return add_to_experts(weight, *halves, scale=self.scale)
+            return add_to_experts(weight.transpose(1, 2).contiguous(), *halves, scale=self.scale).transpose(1, 2).contiguous()
         return torch.addmm(weight.float(), b, a, alpha=self.scale).to(weight.dtype)
