@@ -8,7 +8,7 @@ from megatron_rl.models.model_spec import ModelSpec
 ROUTING_BYTES = 12
 """Bytes that autograd saves for each token and expert of a router: masks, weights and scores."""
 ROUTER_LOSS_BYTES = 8
-"""Bytes that the losses of a router save for each token and expert: logits and their softmax, in fp32.
+"""Bytes that a router's losses save for each token and expert: logits and softmax in fp32.
 """
 ROUTER_LOSS_TOKEN_BYTES = 12
 """Bytes that the losses of a router save for each token: logsumexp and two copies of its weight."""
@@ -49,7 +49,7 @@ def expert_working_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsi
 
 
 def shared_expert_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int) -> tuple[float, float]:
-    """Return what a shared expert adds to the numbers of `activations._mlp_bytes`; zeros without one.
+    """Return what a shared expert adds to the numbers of `activations._mlp_bytes`, or zeros.
 
     It saves the tensors of a dense MLP, its output before the gate (H values), the gate, and its
     input, unless that is the fp32 tensor that the router saves. In the backward pass, the gradient

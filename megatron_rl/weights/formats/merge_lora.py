@@ -85,7 +85,7 @@ class MergedTensors:
         return a, b
 
     def _has_inputs_first(self, target: str) -> bool:
-        """Return True if experts are stored as [experts, inputs, outputs], False if outputs are first."""
+        """Return True if experts are stored as [experts, inputs, outputs], not outputs first."""
         stem = target.rpartition(".")[0]
         return self.specs[f"{stem}.gate_up_proj"].shape[-2] == self.specs[f"{stem}.down_proj"].shape[-1]
 
