@@ -8,8 +8,7 @@ from megatron_rl.models.model_spec import ModelSpec
 ROUTING_BYTES = 12
 """Bytes that autograd saves for each token and expert of a router: masks, weights and scores."""
 ROUTER_LOSS_BYTES = 8
-"""Bytes that a router's losses save for each token and expert: logits and softmax in fp32.
-"""
+"""Bytes that a router's losses save for each token and expert: logits and softmax in fp32."""
 ROUTER_LOSS_TOKEN_BYTES = 12
 """Bytes that the losses of a router save for each token: logsumexp and two copies of its weight."""
 
