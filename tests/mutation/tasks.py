@@ -54,7 +54,7 @@ MUTANTS = (
     ),
     Mutant(
         "thoughts leave out the search",
-        "megatron_rl/tasks/gym_cards/points_task.py",
+        "megatron_rl/tasks/gym_cards/points_replies.py",
         """thoughts = f"{plan.search} {''.join(plan.tokens)}{rules.target}".lstrip()""",
         """thoughts = f"{''.join(plan.tokens)}{rules.target}".lstrip()""",
         "tests/tasks/test_formula_search.py",
