@@ -118,6 +118,23 @@ def test_the_threshold_is_the_kth_largest_magnitude() -> None:
             assert found == numbers.abs().sort(descending=True).values[num_kept - 1]
 
 
+def test_weights_for_the_engine_stay_when_the_policys_are_back(random_model: Path) -> None:
+    """On one process, exported weights are views of the network's, and the receiver still reads the
+    last ones when the policy's weights are back. Oracle: the mean of two checkpoints."""
+    with single_process_world():
+        policy, _ = make_policy_and_renderer(random_model, OptimSettings())
+        merge = policy.network.merge = CheckpointMerge(policy.network.chunks, MergeSettings(method="mean"))
+        parameters, checkpoints = list(policy.network.chunks.parameters()), []
+        for scale in (1.0, 3.0):
+            for parameter in parameters:
+                parameter.data.mul_(scale)
+            merge.add()
+            checkpoints.append({name: tensor.clone() for name, tensor in policy.hf_weights()})
+        found = dict(list(policy.teacher_weights()))
+        assert all(torch.allclose(tensor, 2 * checkpoints[0][name], rtol=1e-6, atol=0) for name, tensor in found.items())
+        assert all(torch.equal(tensor, checkpoints[1][name]) for name, tensor in policy.hf_weights())
+
+
 def test_a_checkpoint_with_another_merge_is_refused(random_model: Path, tmp_path: Path) -> None:
     with single_process_world():
         policy, _ = make_policy_and_renderer(random_model, OptimSettings())
