@@ -27,9 +27,10 @@ LONG = {
 def write_model(folder: Path) -> HfReference:
     """Write a model that tensor parallelism can cut into four.
 
-    Gradients in transformers' own float32 differ from float64 by 6.7e-6 with seed 9, and by 7.3e-6 to
-    1.08e-5 with seeds 1 to 6, 8 and 10. With seed 3, tp 4 exceeds the tolerance by 1.5%; with seed 4,
-    a near tie of a router is resolved otherwise at ep 2 (benchmarks/results/experts_2026-11-29.md).
+    Gradients in transformers' own float32 differ from float64 by 6.7e-6 with seed 9, and by 7.3e-6
+    to 1.08e-5 with seeds 1 to 6, 8 and 10. With seed 3, tp 4 exceeds the tolerance by 1.5%; with
+    seed 4, a near tie of a router is resolved otherwise at ep 2
+    (benchmarks/results/experts_2026-11-29.md).
     """
     make_checkpoint(folder / "moe", family="qwen3_5_moe", init="random", seed=9, heads=8, kv_heads=4)
     return HfReference(folder / "moe")
