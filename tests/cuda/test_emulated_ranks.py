@@ -22,12 +22,11 @@ LAYOUTS = ["2,1,1,1,full,untied", "1,2,1,0,none,tied", "2,1,1,1,selective,qwen3_
 LONG_LAYOUTS = [
     "1,1,1,0,full,untied", "1,2,2,0,none,untied", "2,1,1,1,none,qwen2_vl", "2,1,1,1,full,qwen3_vl", "1,2,1,0,none,qwen3_vl",
     "1,1,1,0,none,qwen3_5", "1,2,2,0,full,qwen3_5", "2,1,1,1,none,qwen3_vl_moe", "1,2,1,0,full,qwen3_vl_moe",
-    "2,1,1,1,selective,qwen3_5_moe", "1,1,1,0,full,ep2,qwen3_5_moe",
 ]  # fmt: skip
 """Two data-parallel ranks, an interleaved pipeline and other families."""
 SIZES = {
     "qwen2_vl": {"vision_depth": 3}, "qwen3_vl": {"vision_depth": 3, "layers": 12}, "qwen3_5": {"seed": 3},
-    "qwen3_vl_moe": {"vision_depth": 2}, "qwen3_5_moe": {"seed": 9},
+    "qwen3_vl_moe": {"vision_depth": 2},
 }  # fmt: skip
 """Sizes of the models of other families, by family."""
 

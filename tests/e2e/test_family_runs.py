@@ -23,12 +23,6 @@ CASES = [
     *(pytest.param("qwen3_5_moe", *case, marks=pytest.mark.long) for case in ((1, "tp"), (2, "tp"), (2, "ep"))),
 ]  # fmt: skip
 
-ADAPTED = {
-    "qwen3_vl_moe": ("experts.gate_up_proj", "experts.down_proj"), "qwen3_5": ("in_proj_qkv.weight", "q_proj.weight"),
-    "qwen3_5_moe": ("experts.gate_up_proj", "experts.down_proj", "shared_expert.up_proj.weight", "in_proj_qkv.weight"),
-}  # fmt: skip
-"""Some of the tensors that adapters change, by family."""
-
 
 @pytest.mark.parametrize(("family", "ranks", "kind"), CASES)
 def test_a_run_of_two_steps(family: str, ranks: int, kind: str, torchrun: Callable[..., str], tmp_path: Path) -> None:
@@ -55,7 +49,7 @@ def test_a_run_of_two_steps(family: str, ranks: int, kind: str, torchrun: Callab
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", list(ADAPTED))
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5"])
 def test_a_run_with_adapters(family: str, torchrun: Callable[..., str], tmp_path: Path) -> None:
     """The engine receives the merged weights: its logprobs match the trainer's after the first update.
     PEFT's merge of the exported adapter into the base model is the final model.
@@ -69,5 +63,6 @@ def test_a_run_with_adapters(family: str, torchrun: Callable[..., str], tmp_path
     merged = PeftModel.from_pretrained(base, tmp_path / "run" / "adapter").merge_and_unload().state_dict()
     assert merged.keys() == old.keys() == final.state_dict().keys()
     assert max((tensor - merged[name]).abs().max() for name, tensor in final.state_dict().items()) <= 1e-6
-    changed = [name for name in old if name.endswith(ADAPTED[family])]
+    parts = {"qwen3_vl_moe": ("experts.gate_up_proj", "experts.down_proj"), "qwen3_5": ("in_proj_qkv.weight", "q_proj.weight")}[family]
+    changed = [name for name in old if name.endswith(parts)]
     assert len(changed) >= 4 and all((merged[name] - old[name]).abs().max() > 1e-3 for name in changed)
