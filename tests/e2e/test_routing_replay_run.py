@@ -17,8 +17,8 @@ from tests.support import fork_server
 GAP, SHARES = "rollout_mismatch/logprob_abs_diff_max", ("routing_replay/token_layer_diff_fraction", "routing_replay/token_diff_fraction")
 
 
-def write_model(folder: Path) -> Path:
-    make_checkpoint(folder / "model", family="qwen3_vl_moe", init="random", seed=1, vision_depth=2)
+def write_model(folder: Path, family: str = "qwen3_vl_moe") -> Path:
+    make_checkpoint(folder / "model", family=family, init="random", seed=1, vision_depth=2)
     return folder / "model"
 
 
@@ -27,12 +27,12 @@ def run_steps(torchrun: Callable[..., str], model: Path, folder: Path, *argument
     return [step for step in read_metrics(folder / "metrics.jsonl") if "grad_norm" in step]
 
 
-def test_replayed_experts_are_those_of_the_engine(torchrun: Callable[..., str], tmp_path: Path) -> None:
-    """With algo.routing_replay=rollout, the logprobs of engine and trainer agree in both
-    steps, with
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", pytest.param("qwen3_5_moe", marks=pytest.mark.long)])
+def test_replayed_experts_are_those_of_the_engine(family: str, torchrun: Callable[..., str], tmp_path: Path) -> None:
+    """With algo.routing_replay=rollout, the logprobs of engine and trainer agree in both steps, with
     old logprobs and two updates in each. A replay of the recorded rollouts has the same metrics.
     """
-    model = write_model(tmp_path)
+    model = write_model(tmp_path, family)
     steps = run_steps(torchrun, model, tmp_path / "run", "rollout", 1)
     assert len(steps) == 2 and all(step[GAP] <= 1e-4 and step["grad_norm"] > 0 and step["rollout/failed"] == 0 for step in steps)
     assert all(step[SHARES[1]] > 0.9 and 0.5 < step[SHARES[0]] < step[SHARES[1]] for step in steps)

@@ -10,6 +10,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancin
 
 from megatron_rl.models.name_mapping import canonical_name
 from tests.conftest import SUPPORT
+from tests.parity import test_qwen3_5_moe
 from tests.parity.test_experts import write_model
 from tests.parity.test_routing_replay import EXPERTS, TOP_K, GivenExperts, random_experts, routers
 from tests.support.hf_reference import HfReference, compute_forward, relative_error, to_released_form
@@ -55,15 +56,16 @@ def expected_update(hf: HfReference, outputs: RouterOutputs) -> dict:
     _, _, loss = compute_forward(hf.model, hf.renderer, hf.contexts)
     balance, z = textbook_losses(outputs)
     (loss + COEFS[0] * balance + COEFS[1] * z).backward()
-    gradients = {canonical_name(name): to_released_form(name, parameter.grad) for name, parameter in hf.model.named_parameters()}
+    kind, parameters = hf.model.config.model_type, hf.model.named_parameters()
+    gradients = {canonical_name(name): to_released_form(name, parameter.grad, kind) for name, parameter in parameters}
     return {"router/aux_loss": balance.item(), "router/z_loss": z.item(), "gradients": gradients}
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, dict]:
+@pytest.fixture(scope="module", params=["qwen3_vl_moe", pytest.param("qwen3_5_moe", marks=pytest.mark.long)])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, dict]:
     """The expected update with the routers' own experts and with random ones, which are saved."""
     folder = tmp_path_factory.mktemp("losses")
-    hf = write_model(folder, layers=4)
+    hf = test_qwen3_5_moe.write_model(folder) if request.param == "qwen3_5_moe" else write_model(folder, layers=4)
     plain = hf.gradients
     outputs = RouterOutputs(hf)
     own = expected_update(hf, outputs)
