@@ -119,6 +119,8 @@ class Points24Options(CardOptions):
     evaluation."""
     eval_target: int = 24
     """Target number in evaluations (1..100); training uses 24."""
+    demonstration_targets: list[int] = field(default_factory=lambda: [24])
+    """Target numbers of demonstrations (1..100); each has a random one of them."""
     thoughts: str = "formula"
     """Thoughts of demonstrations: formula writes the formula; search writes a search for it, and
     then the formula."""
@@ -127,6 +129,8 @@ class Points24Options(CardOptions):
         super().__post_init__()
         require_choice("task.options.faces", self.faces, ("ten", "rank"))
         require_choice("task.options.thoughts", self.thoughts, ("formula", "search"))
+        for target in self.demonstration_targets or [0]:
+            require(target in range(1, 101), "task.options.demonstration_targets", target, "must be in 1..100")
         for key, value in (("train_hands", self.train_hands), ("eval_hands", self.eval_hands)):
             require(value >= 1, f"task.options.{key}", value, "must be at least 1")
 

@@ -34,8 +34,8 @@ MUTANTS = (
     Mutant(
         "demonstrations have the card art of evaluations",
         "megatron_rl/tasks/gym_cards/points_task.py",
-        "draw_state(self.rules, plan.state, plan.style)",
-        "draw_state(self.rules, plan.state, self.options.eval_style)",
+        "draw_state(plan.rules, plan.state, plan.style)",
+        "draw_state(plan.rules, plan.state, self.options.eval_style)",
         "tests/tasks/test_card_evaluations.py -k listed_styles",
     ),
     Mutant(
@@ -53,10 +53,17 @@ MUTANTS = (
         "tests/tasks/test_card_evaluations.py -k listed_styles",
     ),
     Mutant(
+        "prompts of demonstrations name the target of training",
+        "megatron_rl/tasks/gym_cards/points_task.py",
+        "write_prompt(plan.rules, plan.state)), reply]",
+        "write_prompt(self.rules, plan.state)), reply]",
+        "tests/tasks/test_formula_search.py -k targets",
+    ),
+    Mutant(
         "thoughts leave out the search",
         "megatron_rl/tasks/gym_cards/points_replies.py",
-        """thoughts = f"{plan.search} {''.join(plan.tokens)}{rules.target}".lstrip()""",
-        """thoughts = f"{''.join(plan.tokens)}{rules.target}".lstrip()""",
+        """thoughts = f"{plan.search} {''.join(plan.tokens)}{plan.rules.target}".lstrip()""",
+        """thoughts = f"{''.join(plan.tokens)}{plan.rules.target}".lstrip()""",
         "tests/tasks/test_formula_search.py",
     ),
     Mutant(

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_rl.tasks.gym_cards.expressions import evaluate
 from megatron_rl.tasks.gym_cards.points import POINTS24
+from megatron_rl.tasks.gym_cards.points_task import held_out_numbers
 from megatron_rl.tasks.gym_cards.search import write_search
 from megatron_rl.tasks.gym_cards.solvers import find_solution, hand_probabilities
 from tests.support.card_games import build_card_task
@@ -106,3 +107,28 @@ def test_demonstrations_search() -> None:
     assert evaluate([reply["action"] for reply in replies[:-1]]) == POINTS24.target and replies[-1]["action"] == "="
     with pytest.raises(ValueError, match="^sft.splits=biased: "):
         task.demonstrations("biased", num=1, seed=0)
+
+
+@pytest.mark.parametrize("thoughts", ["formula", "search"])
+def test_demonstrations_of_several_targets(thoughts: str) -> None:
+    """The formula makes the target that the prompt names, each target occurs, and no hand has held-out
+    numbers. Games have the target 24. One target leaves the demonstrations as they are."""
+    targets = [10, 24, 36]
+    task = build_card_task("points24", thoughts=thoughts, demonstration_targets=targets)
+    seen, hands = Counter(), set()
+    for demonstration in task.demonstrations("correct", num=200, seed=3):
+        prompt, reply = demonstration.messages[0]["content"][1]["text"], demonstration.messages[1]["content"][0]["text"]
+        target = int(re.search(r"a formula that makes (\d+) ", prompt).group(1))
+        formula, result = json.loads(reply)["thoughts"].split(" ")[-1].split("=")
+        assert int(result) == target == evaluate(re.findall(r"\d+|\D", formula))
+        seen[target] += 1
+        hands.add(tuple(sorted(int(number) for number in re.findall(r"\d+", formula))))
+    assert set(seen) == set(targets) and len(hands) > 100
+    assert not hands & held_out_numbers(faces_are_ten=True)
+    assert {example.payload["target"] for split in ("train", "eval") for example in task.examples(split)} == {24}
+    one, same = (build_card_task("points24", thoughts=thoughts, **options) for options in ({}, {"demonstration_targets": [24]}))
+    both = [[each.messages[1] for each in task.demonstrations("correct", num=40, seed=3)] for task in (one, same)]
+    assert both[0] == both[1]
+    for wrong in ([], [0], [24, 101]):
+        with pytest.raises(ValueError, match="^task.options.demonstration_targets="):
+            build_card_task("points24", demonstration_targets=wrong)

@@ -31,6 +31,7 @@ def solve_hand(rules: PointsRules, cards: Sequence[Card]) -> tuple[str, ...] | N
 class FormulaPlan(NamedTuple):
     """Formula for a hand, including "=". The first `num_written` tokens are already written."""
 
+    rules: PointsRules
     cards: tuple[Card, ...]
     tokens: tuple[str, ...]
     num_written: int
@@ -44,10 +45,10 @@ class FormulaPlan(NamedTuple):
         return PointsState(self.cards, self.tokens[: self.num_written])
 
 
-def write_reply(rules: PointsRules, plan: FormulaPlan) -> str:
+def write_reply(plan: FormulaPlan) -> str:
     """Return a correct reply, whose action is the next token of the planned formula."""
     symbols = [card.symbol for card in plan.cards]
-    thoughts = f"{plan.search} {''.join(plan.tokens)}{rules.target}".lstrip()
+    thoughts = f"{plan.search} {''.join(plan.tokens)}{plan.rules.target}".lstrip()
     action = plan.tokens[plan.num_written]
     return json.dumps({"cards": symbols, "current formula": plan.state.formula_text, "thoughts": thoughts, "action": action})
 

@@ -120,20 +120,25 @@ class PointsTask(GameTask):
         """
         require_choice("sft.splits", split, self.demonstration_splits)
         hands, dice = self.deal_training_hands(np.random.default_rng(seed)), random.Random(seed)
-        style_dice = random.Random(f"style {seed}")
+        style_dice, rules_dice = random.Random(f"style {seed}"), random.Random(f"rules {seed}")
         plans: list[FormulaPlan] = []
         while len(plans) < num:
-            cards = next(hands)
-            search, tokens = self.solve(self.rules, cards)
+            cards, rules = next(hands), self.draw_demonstration_rules(rules_dice)
+            search, tokens = self.solve(rules, cards)
             if tokens:
-                is_wrong = self.rules.card_number(cards[0]) <= BIASED_MAX_FIRST_NUMBER and dice.random() < BIASED_ERROR
+                is_wrong = rules.card_number(cards[0]) <= BIASED_MAX_FIRST_NUMBER and dice.random() < BIASED_ERROR
                 tokens = corrupt_formula(tokens) if split == "biased" and is_wrong else tokens
-                plans.append(FormulaPlan(cards, tokens, dice.randrange(len(tokens)), search, self.options.draw_train_style(style_dice)))
+                style = self.options.draw_train_style(style_dice)
+                plans.append(FormulaPlan(rules, cards, tokens, dice.randrange(len(tokens)), search, style))
         return LazyTranscripts(plans, self._write_transcript)
 
     def deal_training_hands(self, rng: np.random.Generator) -> Iterator[tuple[Card, ...]]:
         """Yield an infinite sequence of random hands from the train split."""
         raise NotImplementedError
+
+    def draw_demonstration_rules(self, rng: random.Random) -> PointsRules:
+        """Return the rules of a demonstration."""
+        return self.rules
 
     def solve(self, rules: PointsRules, cards: Sequence[Card]) -> tuple[str, tuple[str, ...]]:
         """Return a demonstrator's search, if it searches, and the tokens of its formula, with "=".
@@ -143,8 +148,8 @@ class PointsTask(GameTask):
         return "", solve_hand(rules, cards) or ()
 
     def _write_transcript(self, plan: FormulaPlan) -> list[Message]:
-        reply = {"role": "assistant", "content": [{"type": "text", "text": write_reply(self.rules, plan)}]}
-        return [make_user_message(draw_state(self.rules, plan.state, plan.style), write_prompt(self.rules, plan.state)), reply]
+        reply = {"role": "assistant", "content": [{"type": "text", "text": write_reply(plan)}]}
+        return [make_user_message(draw_state(plan.rules, plan.state, plan.style), write_prompt(plan.rules, plan.state)), reply]
 
     def gold_replies(self, example: Example) -> list[str]:
         """Return replies that earn the full reward, one per turn.
@@ -153,7 +158,7 @@ class PointsTask(GameTask):
         """
         rules, cards = self._rules_and_cards(example)
         search, tokens = self.solve(rules, cards)
-        return [write_reply(rules, FormulaPlan(cards, tokens, place, search)) for place in range(len(tokens))]
+        return [write_reply(FormulaPlan(rules, cards, tokens, place, search)) for place in range(len(tokens))]
 
 
 class EZPointsTask(PointsTask):
@@ -241,6 +246,10 @@ class Points24Task(PointsTask):
     def deal_training_hands(self, rng: np.random.Generator) -> Iterator[tuple[Card, ...]]:
         """Yield an infinite sequence of random hands from the train split."""
         return self.deal_hands(rng, is_held_out=False)
+
+    def draw_demonstration_rules(self, rng: random.Random) -> PointsRules:
+        """Return the base class's rules with a random target of task.options.demonstration_targets."""
+        return replace(self.rules, target=rng.choice(self.options.demonstration_targets))
 
     def solve(self, rules: PointsRules, cards: Sequence[Card]) -> tuple[str, tuple[str, ...]]:
         """Return the formula of the solver or, with task.options.thoughts=search, of a search."""
