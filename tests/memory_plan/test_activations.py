@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import nn
 
 from megatron_rl.batching.minibatches import MAX_KV_RATIO
@@ -287,6 +288,7 @@ def test_losses_of_routers_keep_what_the_plan_adds(world: None, family: str, rec
     recomputed.
     """
     gpu_kernel_stubs.patch_varlen(monkeypatch)
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.ones(1))  # as Megatron's schedules do
     model, num_tokens, parallel = MADE[family](4), 256, ParallelSettings(recompute=recompute, log_probs_chunk_size=1)
     chunk = build(model, torch.bfloat16, recompute=recompute, frozen=FROZEN)
     batch, layer = batch_of(num_tokens, num_patches=64), chunk.module.language.decoder.layers[0]
