@@ -63,12 +63,12 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
     renderer = SimpleNamespace(special_tokens="tokens", final_pixels=(111, 222))
     policy = object()
     world = World(rank=5, size=6, local_rank=1, device=torch.device("cpu"))
-    gallery = SimpleNamespace(gather_rollouts="gather", all_gather="share")
+    gallery = SimpleNamespace(gather_rollouts="gather", all_gather="share", is_local="local")
     callbacks = RunCallbacks(log=lambda line: None)
     given = {"trainer": policy, "renderer": renderer, "world": world, "image_exchange": gallery, "callbacks": callbacks}
     fleet = build.build_rollout_manager(SETTINGS, "task", **given)
     assert fleet.callbacks is callbacks
-    assert fleet.collectives == RankCollectives(gather_rollouts="gather", all_gather="share")
+    assert fleet.collectives == RankCollectives(gather_rollouts="gather", all_gather="share", is_local="local")
     assert (fleet.task, fleet.renderer, fleet.trainer) == ("task", renderer, policy)
     assert fleet.engine_rank == EngineRank(index=index, num_engines=num_engines, max_episodes=77, counter="store")
     assert fleet.generation_settings == GenerationSettings(
@@ -110,7 +110,7 @@ def test_a_fleet_of_engines_elsewhere(monkeypatch: pytest.MonkeyPatch, rank: int
     decode = object()
     renderer = SimpleNamespace(special_tokens="tokens", tokenizer=SimpleNamespace(decode=decode))
     world = World(rank=rank, size=6, local_rank=rank, device=torch.device(device))
-    gallery = SimpleNamespace(gather_rollouts="gather", all_gather="share")
+    gallery = SimpleNamespace(gather_rollouts="gather", all_gather="share", is_local="local")
     trainer, supervisor = build.NoOffload(), object() if is_own and rank == 0 else None
     fleet = build.build_rollout_manager(
         settings, "task", trainer=trainer, renderer=renderer, world=world, image_exchange=gallery, callbacks=RunCallbacks(),
