@@ -248,7 +248,7 @@ class Points24Task(PointsTask):
         return self.deal_hands(rng, is_held_out=False)
 
     def draw_demonstration_rules(self, rng: random.Random) -> PointsRules:
-        """Return the base class's rules with a random target of task.options.demonstration_targets."""
+        """Return the rules with a random target of task.options.demonstration_targets."""
         return replace(self.rules, target=rng.choice(self.options.demonstration_targets))
 
     def solve(self, rules: PointsRules, cards: Sequence[Card]) -> tuple[str, tuple[str, ...]]:
