@@ -6,9 +6,9 @@ r"""GRPO and on-policy distillation on NumberLine, with equal starts and numbers
 
 The seed determines the checkpoint's initial weights, the demonstrations and the rollouts. The
 policy starts from the quickstart's warm start of that seed, and the teacher, which only some cells
-need, is the quickstart's trained policy of that seed. An interrupted run is resumed. Success rates are averages over all 30
-start states, weighted by the frequency of the states: exact for greedy decoding, and estimated from
-8 episodes per start state at temperature 1.
+need, is the quickstart's trained policy of that seed. An interrupted run is resumed. Success rates
+are averages over all 30 start states, weighted by the frequency of the states: exact for greedy
+decoding, and estimated from 8 episodes per start state at temperature 1.
 """
 
 import json

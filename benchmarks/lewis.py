@@ -13,9 +13,9 @@ demonstrations and the rollouts; all seeds use the same images and rounds. At th
 the same games are played on held-out concepts with greedy decoding, once with each of three
 listeners. The partner is the listener that computes the reward. The frozen listener is the
 partner's SFT checkpoint. The stranger is a listener that was trained with another seed. In the
-cells with the suffix _cost, each word of a description costs 0.02 of the speaker's reward. The option
---tiny works only for the speaker cell: after a single SFT step, a speaker's descriptions are too
-poor for a listener to score.
+cells with the suffix _cost, each word of a description costs 0.02 of the speaker's reward. The
+option --tiny works only for the speaker cell: after a single SFT step, a speaker's descriptions are
+too poor for a listener to score.
 """
 
 import argparse

@@ -68,7 +68,7 @@ def make_nano(seed: int, out: Path) -> Path:
 
 
 def run_stage(stage: str, start: Path, run: Path, *overrides: str, seed: int, tiny: bool) -> dict[str, float]:
-    """Run a stage from the model `start` unless it has finished, and return its success and seconds."""
+    """Run a stage from the model `start` unless it has finished; return its success and seconds."""
     if not (run / "eval.json").exists():
         settings = [f"model.path={start}", f"run.dir={run}", f"run.seed={seed}", *(TINY[stage] if tiny else []), *overrides]
         (run / "seconds").write_text(f"{train(f'experiment=numberline_{stage}_cpu', *settings):.1f}\n")

@@ -1,4 +1,4 @@
-"""Counts at which stage the replies of a Points24 policy fail: reading, arithmetic, planning, writing.
+"""Counts at which stage the responses of a Points24 policy fail, from reading to writing.
 
     python launch/evaluate.py experiment=points24_ppo_cpu model.path=runs/points24/sft/final run.dir=runs/points24/eval
     python benchmarks/points24_errors.py runs/points24/eval/rollouts

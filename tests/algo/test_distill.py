@@ -250,8 +250,8 @@ def test_the_loss_of_demonstrations_by_hand() -> None:
 
 
 def test_the_loss_of_responses_by_hand() -> None:
-    """The logprobs -0.5 and -2 with the weights 1 and 2 and the coefficient 0.5 give 2.25; a rollout
-    has the policy's loss alone."""
+    """The logprobs -0.5 and -2 with the weights 1 and 2 and the coefficient 0.5 give 2.25; a
+    rollout has the policy's loss alone."""
     distill = DistillSettings(merge=MergeSettings(method="mean"), apply_to="responses", coef=0.5)
     rows = make_loss_inputs([0.5, 0.0], [3.0, -1.0], weight=[1.0, 2.0])  # the old logprobs are -1 and -2
     loss, metrics = make_policy_objective(AlgoSettings(entropy_coef=0.1), distill=make_distill_term(distill, step=0))(

@@ -29,8 +29,8 @@ def run_steps(torchrun: Callable[..., str], model: Path, folder: Path, *argument
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", pytest.param("qwen3_5_moe", marks=pytest.mark.long)])
 def test_replayed_experts_are_those_of_the_engine(family: str, torchrun: Callable[..., str], tmp_path: Path) -> None:
-    """With algo.routing_replay=rollout, the logprobs of engine and trainer agree in both steps, with
-    old logprobs and two updates in each. A replay of the recorded rollouts has the same metrics.
+    """With algo.routing_replay=rollout, the logprobs of engine and trainer agree in both steps,
+    with old logprobs and two updates in each. A replay of the recorded rollouts has the same metrics.
     """
     model = write_model(tmp_path, family)
     steps = run_steps(torchrun, model, tmp_path / "run", "rollout", 1)

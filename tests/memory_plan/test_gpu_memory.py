@@ -184,7 +184,8 @@ def test_adapters_of_divided_experts_are_planned(tmp_path: Path) -> None:
 
 
 def test_losses_of_routers_are_planned(others: Path) -> None:
-    """Each of them adds 76 bytes per token to all four layers: 8 for each of eight experts, and 12."""
+    """Each of them adds 76 bytes per token to all four layers: 8 for each of eight experts, and
+    12."""
     folder = others / "qwen3_vl_moe"
     model, plain = read_spec(folder), replace(settings_for(folder), plan=PlanSettings(gpu="h100"))
     losses = [AlgoSettings(**coef) for coef in ({}, {"router_aux_loss_coef": 1e-3}, {"router_z_loss_coef": 1e-3})]

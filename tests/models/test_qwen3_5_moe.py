@@ -126,8 +126,8 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
 
 
 def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
-    """PEFT's adapter has the tensors of the name mappings, for experts, shared experts and all other
-    targets, and so has one with the modules and parameters that an exported adapter states. Merged
+    """PEFT's adapter has the tensors of the name mappings, for experts, shared experts and all
+    other targets, and so has one with the modules and parameters that an exported adapter states. Merged
     weights equal those of PEFT's merge_and_unload.
     """
     make_checkpoint(tmp_path / "model", family="qwen3_5_moe", init="random")

@@ -102,8 +102,9 @@ def run_layout(models: Path, adapter: Path, out: Path, text: str) -> None:
 
     experts = read_spec(model).experts
     adapters = replace(LORA, rank=8) if experts else LORA  # adapters of experts have no dropout, and a rank of 8
-    # Experts with few tokens have gradients near zero, of which AdamW would multiply the rounding errors. Qwen3.5's learning
-    # rate is smaller because every layer has a router, which could choose otherwise (benchmarks/results/experts_2026-11-29.md).
+    # Experts with few tokens have gradients near zero, of which AdamW would multiply the rounding
+    # errors. Qwen3.5 with experts has a smaller learning rate, with which its layouts differ less
+    # (benchmarks/results/experts_2026-11-29.md).
     optim = OptimSettings(lr=1e-2) if experts is None else OptimSettings(lr=1e-3 if experts.shared_ffn_size else 1e-2, eps=1e-6)
     made: list[Policy] = []
 

@@ -111,8 +111,8 @@ def test_demonstrations_search() -> None:
 
 @pytest.mark.parametrize("thoughts", ["formula", "search"])
 def test_demonstrations_of_several_targets(thoughts: str) -> None:
-    """The formula makes the target that the prompt names, each target occurs, and no hand has held-out
-    numbers. Games have the target 24. One target leaves the demonstrations as they are."""
+    """The formula makes the target that the prompt names, each target occurs, and no hand has
+    held-out numbers. Games have the target 24. One target leaves the demonstrations as they are."""
     targets = [10, 24, 36]
     task = build_card_task("points24", thoughts=thoughts, demonstration_targets=targets)
     seen, hands = Counter(), set()

@@ -46,7 +46,7 @@ class FormulaPlan(NamedTuple):
 
 
 def write_reply(plan: FormulaPlan) -> str:
-    """Return a correct reply, whose action is the next token of the planned formula."""
+    """Return a correct response. Its action is the next token of the planned formula."""
     symbols = [card.symbol for card in plan.cards]
     thoughts = f"{plan.search} {''.join(plan.tokens)}{plan.rules.target}".lstrip()
     action = plan.tokens[plan.num_written]
